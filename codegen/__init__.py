@@ -1,0 +1,1 @@
+"""Plan in, files out: kernel specs, templates, allocator configuration."""

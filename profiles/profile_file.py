@@ -1,0 +1,184 @@
+"""Profiles on disk: one `.npz` file per model and scorer, read without pickle, checked when it is opened.
+
+header      JSON text: format, model, model_fingerprint, scorer, kv_heads [[layer, head]], ratios, samples
+retained_*  float64 [samples, ratios, kv_heads] for every level that was measured
+mean_keys   float32 [kv_heads, head_dim], optional
+"""
+
+import io
+import os
+import zipfile
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tangram_plan.ir import KVHead, TangramError
+
+from .profile import FloatArray, Level, Profile, Sample
+
+BUILTIN = "builtin:"
+FORMAT = "tangram-profile/1"
+DEFAULT_SCORER = "kvzip"  # whose profile is meant when a folder is named
+
+
+class _Header(BaseModel):
+    """The JSON part of a profile file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: str
+    model: str
+    model_fingerprint: str
+    scorer: str
+    kv_heads: list[list[int]]
+    ratios: list[float]
+    samples: list[list[str | int]]
+
+
+def find_profile(name: str, *, relative_to: Path = Path()) -> Path:
+    """The file of a profile: `builtin:MODEL/SCORER`, a file, a file without its suffix, or a folder that holds `kvzip.npz`.
+
+    Raises:
+        TangramError: there is none.
+
+    """
+    if name.startswith(BUILTIN):
+        shipped = Path(str(resources.files("tangram_plan.profiles"))) / "shipped"
+        path = shipped / f"{name.removeprefix(BUILTIN)}.npz"
+        if not path.is_file():
+            available = ", ".join(
+                BUILTIN + str(p.relative_to(shipped).with_suffix("")) for p in sorted(shipped.glob("*/*.npz"))
+            )
+            raise TangramError(
+                "no such built-in profile", where="profile", got=name, expected=available or "none ships"
+            )
+        return path
+    path = relative_to / Path(name).expanduser()
+    for candidate in (path, path.with_name(path.name + ".npz"), path / f"{DEFAULT_SCORER}.npz"):
+        if candidate.is_file():
+            return candidate
+    raise TangramError(
+        "profile does not exist",
+        where=str(path),
+        expected="a profile file, or a folder written by `calibrate`",
+        fix="make one with `tangram-plan calibrate` or `tangram-plan profile import`",
+    )
+
+
+def load_profile(path: Path) -> Profile:
+    """Read and check a profile.
+
+    Raises:
+        TangramError: the file cannot be read, is not a profile, or holds values that no measurement gives.
+
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            header = _Header.model_validate_json(str(arrays["header"]))
+            retained = {level: arrays[f"retained_{level}"] for level in Level if f"retained_{level}" in arrays}
+            mean_keys = arrays["mean_keys"] if "mean_keys" in arrays else None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, ValidationError) as error:
+        raise TangramError(
+            "not a profile file",
+            where=str(path),
+            got=str(error).splitlines()[0],
+            expected=f"an .npz file of format {FORMAT}",
+            fix="arrays of other tools come in by `tangram-plan profile import`",
+        ) from error
+    if header.format != FORMAT:
+        raise TangramError("unknown profile format", where=str(path), got=header.format, expected=FORMAT)
+    profile = Profile(
+        model=header.model,
+        model_fingerprint=header.model_fingerprint,
+        scorer=header.scorer,
+        kv_heads=tuple(KVHead(layer, head) for layer, head in header.kv_heads),
+        ratios=tuple(header.ratios),
+        samples=tuple(
+            Sample(str(source), int(context), int(num_tokens)) for source, context, num_tokens in header.samples
+        ),
+        retained=retained,
+        mean_keys=mean_keys,
+    )
+    check_profile(profile, where=str(path))
+    return profile
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write a profile; the file appears whole or not at all, and equal profiles give equal bytes.
+
+    Raises:
+        TangramError: the profile is not valid, or the file cannot be written.
+
+    """
+    check_profile(profile, where=str(path))
+    header = _Header.model_validate({"format": FORMAT, **profile._header()})  # noqa: SLF001 - the file form of the same value
+    buffer = io.BytesIO()
+    arrays: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]] = {
+        "header": np.array(header.model_dump_json())
+    }
+    arrays |= {f"retained_{level}": profile.retained[level] for level in sorted(profile.retained)}
+    if profile.mean_keys is not None:
+        arrays["mean_keys"] = profile.mean_keys
+    np.savez_compressed(buffer, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(buffer.getvalue())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise TangramError(
+            "cannot write the profile", where=str(path), got=error.strerror, fix="free space, or choose another place"
+        ) from error
+
+
+def check_profile(profile: Profile, *, where: str) -> None:
+    """Raise a TangramError unless every number of the profile can come from a measurement."""
+    if not profile.samples or not profile.kv_heads or not profile.ratios or not profile.retained:
+        raise TangramError("profile is empty", where=where, expected="at least one sample, ratio, KV head and level")
+    if any(not 0 < ratio <= 1 for ratio in profile.ratios) or list(profile.ratios) != sorted(set(profile.ratios)):
+        raise TangramError(
+            "requested ratios are not valid",
+            where=where,
+            got=list(profile.ratios),
+            expected="rising values above 0 and at most 1",
+        )
+    if list(profile.kv_heads) != sorted(set(profile.kv_heads)):
+        raise TangramError(
+            "KV heads are not in order", where=where, expected="each (layer, head) once, by layer, then by head"
+        )
+    shape = (len(profile.samples), len(profile.ratios), len(profile.kv_heads))
+    for level, values in profile.retained.items():
+        if values.shape != shape:
+            raise TangramError(
+                f"retained fractions of level {level} have the wrong shape",
+                where=where,
+                got=list(values.shape),
+                expected=f"[samples, ratios, kv_heads] = {list(shape)}",
+            )
+        check_fractions(values, profile.kv_heads, where=f"{where}, level {level}")
+    if profile.mean_keys is not None and (profile.mean_keys.ndim != 2 or len(profile.mean_keys) != shape[2]):
+        raise TangramError(
+            "mean keys have the wrong shape",
+            where=where,
+            got=list(profile.mean_keys.shape),
+            expected=f"[{shape[2]}, head_dim]",
+        )
+    if profile.mean_keys is not None and not np.isfinite(profile.mean_keys).all():
+        raise TangramError("mean keys hold NaN or Inf", where=where, fix="calibrate again")
+
+
+def check_fractions(values: FloatArray, kv_heads: tuple[KVHead, ...], *, where: str) -> None:
+    """Raise a TangramError that names sample, layer and head of the first value outside [0, 1] (last axis: KV heads)."""
+    bad = np.argwhere(~((values >= 0) & (values <= 1)))
+    if len(bad):
+        kv_head = kv_heads[bad[0][-1]]
+        raise TangramError(
+            f"retained fraction of sample {bad[0][0]}, layer {kv_head.layer}, head {kv_head.head} is not valid",
+            where=where,
+            got=values[tuple(bad[0])],
+            expected="a number from 0 to 1",
+            fix="drop that sample, or measure it again",
+        )

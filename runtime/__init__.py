@@ -1,0 +1,1 @@
+"""Artefact in, tokens out."""

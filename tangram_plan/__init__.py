@@ -1,0 +1,1 @@
+"""A planning compiler for non-uniform KV cache compression in LLM serving."""
