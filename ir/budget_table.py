@@ -15,7 +15,6 @@ class BudgetTable:
         sink_tokens: first tokens that every head keeps.
         window_tokens: most recent tokens that every head keeps.
         rho: per KV head, in the order of `ModelShape.kv_heads()`, the part kept of all other tokens, over `RHO_ONE`.
-
     """
 
     sink_tokens: int

@@ -21,7 +21,6 @@ class StaticSplits:
     Args:
         batch: requests decoded together.
         splits: per KV head, CTAs that share one request's history of it; at least 1.
-
     """
 
     batch: int
@@ -35,7 +34,6 @@ class ScheduleEstimate:
     Args:
         predicted_us: attention of one decode step over all layers, in microseconds, on the slowest rank.
         makespan_over_ideal: tokens of the busiest CTA over an equal share of all tokens, in the worst layer.
-
     """
 
     predicted_us: float
@@ -62,7 +60,6 @@ class CtaPartition:
         tile_tokens: tokens of a tile of the queue, and of a step of the kernels' inner loop.
         static_splits: by rising batch.
         choices: by rising batch, then context.
-
     """
 
     device: str

@@ -10,7 +10,6 @@ class TangramError(Exception):
         got: the value found.
         expected: what would have been right.
         fix: what the reader should do, as a sentence; empty when `expected` says it.
-
     """
 
     def __init__(self, what: str, *, where: str = "", got: object = None, expected: str = "", fix: str = "") -> None:

@@ -14,7 +14,6 @@ class HeadGroup:
         rho: part kept, over `RHO_ONE`: the largest of the members'. Members with a smaller budget use the slack.
         members_by_rank: per tensor-parallel rank, the members in column order. Every rank has the same number of
             columns and the same law, because one scheduler counts pages for all of them.
-
     """
 
     rho: int
@@ -33,7 +32,6 @@ class HeadGrouping:
     Args:
         groups: by falling rho; a group's place is its `group_id`.
         page_slots: head-token slots of a page, the same for every group.
-
     """
 
     groups: tuple[HeadGroup, ...]

@@ -15,7 +15,6 @@ class HeadOrder:
     Args:
         layers: planned layer -> for every new place, the KV head of the original checkpoint that goes there.
             Empty: the original order.
-
     """
 
     layers: Mapping[int, tuple[int, ...]]

@@ -33,7 +33,6 @@ class LayerShape:
         num_kv_heads: KV heads whose cache this layer owns; 0 for `NONE` layers.
         num_q_heads: query heads; a multiple of `num_kv_heads`.
         kv_owner: the layer whose cache is read: the layer itself, or an earlier one for `SHARED` layers.
-
     """
 
     kind: LayerKind
@@ -56,7 +55,6 @@ class ModelShape:
         layers: every decoder layer, in order.
         head_dim: width of one head, in elements.
         identity: further architecture values (hidden size, vocabulary, RoPE base ...) that tell models of one shape apart.
-
     """
 
     model_type: str

@@ -25,7 +25,6 @@ class RetentionLaw:
         sink_tokens: first tokens, always kept.
         window_tokens: most recent tokens, always kept, on top of the scaled part.
         rho: part kept of all other tokens, as an integer over `RHO_ONE`.
-
     """
 
     sink_tokens: int

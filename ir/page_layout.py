@@ -31,7 +31,6 @@ class PageLayout:
         page_slots: head-token slots of a page.
         head_dim: elements of one key or value.
         dtype: element type of keys and values.
-
     """
 
     page_slots: int

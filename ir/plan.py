@@ -29,7 +29,6 @@ class Provenance:
         grouping_solver: solver of the head groups.
         partition_solver: solver of the static splits.
         seed: seed of every solver.
-
     """
 
     profile: str
@@ -56,7 +55,6 @@ class Plan:
         compress_chunk_tokens: eviction happens at multiples of this, and at the prompt's end.
         max_new_tokens: longest answer that the runtime admits; bounds the width of page tables.
         provenance: where the plan comes from.
-
     """
 
     model: ModelShape

@@ -29,7 +29,6 @@ class Sample:
         source: where its text comes from.
         context: id of the context; equal for samples that measured the same one.
         num_tokens: its length, in tokens.
-
     """
 
     source: str
@@ -50,7 +49,6 @@ class Profile:
         samples: the calibration inputs.
         retained: per level, float64 [samples, ratios, kv_heads] in [0, 1]: retained fraction of the compressible tokens.
         mean_keys: float32 [kv_heads, head_dim], mean over tokens of normalised post-RoPE keys; None if not measured.
-
     """
 
     model: str
@@ -85,7 +83,6 @@ class Profile:
 
         Raises:
             TangramError: the level was not measured, or the ratio lies outside the measured range.
-
         """
         if level not in self.retained:
             raise TangramError(

@@ -42,7 +42,6 @@ def find_profile(name: str, *, relative_to: Path = Path()) -> Path:
 
     Raises:
         TangramError: there is none.
-
     """
     if name.startswith(BUILTIN):
         shipped = Path(str(resources.files("tangram_plan.profiles"))) / "shipped"
@@ -72,7 +71,6 @@ def load_profile(path: Path) -> Profile:
 
     Raises:
         TangramError: the file cannot be read, is not a profile, or holds values that no measurement gives.
-
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
@@ -110,7 +108,6 @@ def save_profile(profile: Profile, path: Path) -> None:
 
     Raises:
         TangramError: the profile is not valid, or the file cannot be written.
-
     """
     check_profile(profile, where=str(path))
     header = _Header.model_validate({"format": FORMAT, **profile._header()})  # noqa: SLF001 - the file form of the same value
