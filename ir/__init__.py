@@ -5,14 +5,30 @@ from .cta_partition import CtaPartition, Schedule, ScheduleChoice, ScheduleEstim
 from .errors import MismatchError, TangramError, VerifyError
 from .head_grouping import HeadGroup, HeadGrouping
 from .head_order import ORIGINAL_ORDER, HeadOrder
+from .manifest import MANIFEST, REPORTS, Manifest, is_artefact, load_artefact, seal_artefact
+from .memory_use import REPORT_CONTEXTS, MemoryUse, memory_use
 from .model_shape import KVHead, LayerKind, LayerShape, ModelShape
 from .page_law import PAGE_TOKEN_ALIGNMENT, RHO_ONE, RetentionLaw, pages, tokens_per_page
 from .page_layout import KVDtype, PageLayout
 from .plan import Plan, Provenance
+from .text import parse_plan, plan_hash, print_json, print_plan
+from .verify import (
+    verify_budgets,
+    verify_grouping,
+    verify_head_order,
+    verify_layout,
+    verify_model_shape,
+    verify_partition,
+    verify_plan,
+    verify_saves_memory,
+)
 
 __all__ = [
+    "MANIFEST",
     "ORIGINAL_ORDER",
     "PAGE_TOKEN_ALIGNMENT",
+    "REPORTS",
+    "REPORT_CONTEXTS",
     "RHO_ONE",
     "BudgetTable",
     "CtaPartition",
@@ -23,6 +39,8 @@ __all__ = [
     "KVHead",
     "LayerKind",
     "LayerShape",
+    "Manifest",
+    "MemoryUse",
     "MismatchError",
     "ModelShape",
     "PageLayout",
@@ -35,6 +53,22 @@ __all__ = [
     "StaticSplits",
     "TangramError",
     "VerifyError",
+    "is_artefact",
+    "load_artefact",
+    "memory_use",
     "pages",
+    "parse_plan",
+    "plan_hash",
+    "print_json",
+    "print_plan",
+    "seal_artefact",
     "tokens_per_page",
+    "verify_budgets",
+    "verify_grouping",
+    "verify_head_order",
+    "verify_layout",
+    "verify_model_shape",
+    "verify_partition",
+    "verify_plan",
+    "verify_saves_memory",
 ]

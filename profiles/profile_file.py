@@ -156,6 +156,14 @@ def check_profile(profile: Profile, *, where: str) -> None:
                 expected=f"[samples, ratios, kv_heads] = {list(shape)}",
             )
         check_fractions(values, profile.kv_heads, where=f"{where}, level {level}")
+        empty = np.argwhere(values.sum(axis=2) == 0)
+        if len(empty):
+            raise TangramError(
+                f"sample {empty[0][0]} retains nothing",
+                where=f"{where}, level {level}",
+                expected="some tokens of some KV head",
+                fix="drop that sample",
+            )
     if profile.mean_keys is not None and (profile.mean_keys.ndim != 2 or len(profile.mean_keys) != shape[2]):
         raise TangramError(
             "mean keys have the wrong shape",

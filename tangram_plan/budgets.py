@@ -1,0 +1,180 @@
+"""Budgets: from measured retention to one law per KV head.
+
+Two rules turn the samples x[s, h] (retained fraction of KV head h in sample s) into a part b[h] that is kept:
+
+    mean_std   b[h] = min(1, mean_s x[s, h] + alpha * std_s x[s, h])            the paper's rule; overspends
+    target     b[h] = clip(m[h] + z * d[h], 0, 1), with one z for all heads such that sum_h b[h] is exactly the total
+
+`target` first divides every sample by its own mean over heads, because that mean is set by the sample's length and not
+by its content, and multiplies by the mean of all samples. m[h] is then the mean over samples, and
+d[h] = std[h] + SPREAD_PRIOR * sqrt(m[h] * mean_h m) the spread, with a prior: a few samples understate how much a head
+can vary, and the spread of a share grows like the root of the share. One z for all heads means that every head
+overflows about equally often, which is where the expected overflow for a given total is least (water-filling).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import brentq
+
+from tangram_plan.ir import RHO_ONE, BudgetTable, KVHead, MismatchError, ModelShape
+from tangram_plan.profiles import FloatArray, Profile
+
+from .config import RetentionConfig
+
+SPREAD_PRIOR = 0.1
+
+
+BudgetRule = Callable[[FloatArray], FloatArray]  # float64 [samples, kv_heads] -> parts kept, float64 [kv_heads]
+
+
+def assign_budgets(profile: Profile, shape: ModelShape, retention: RetentionConfig) -> BudgetTable:
+    """The law of every planned KV head.
+
+    Raises:
+        MismatchError: the profile was measured on other KV heads.
+        TangramError: the profile lacks the level or ratio.
+    """
+    check_same_heads(profile, shape)
+    num_heads = len(profile.kv_heads)
+    if retention.ratio == 1:
+        rho = np.full(num_heads, RHO_ONE)
+    else:
+        parts = budget_rule(retention)(profile.at_ratio(retention.level, retention.ratio))
+        exact = retention.rule == "target"
+        rho = (
+            round_to_total(parts * RHO_ONE, round(retention.ratio * num_heads * RHO_ONE))
+            if exact
+            else np.ceil(parts * RHO_ONE)
+        )
+    table = {kv_head: int(value) for kv_head, value in zip(profile.kv_heads, rho, strict=True)}
+    return BudgetTable(retention.sink_tokens, retention.window_tokens, table)
+
+
+def budget_rule(retention: RetentionConfig) -> BudgetRule:
+    """The rule that a configuration names, as a function of the samples."""
+    if retention.rule == "mean_std":
+        return lambda retained: mean_std(retained, retention.alpha)
+    return lambda retained: target(retained, total=retention.ratio * retained.shape[1])
+
+
+def check_same_heads(profile: Profile, shape: ModelShape) -> None:
+    """Raise a MismatchError unless the profile measured exactly the KV heads that are planned."""
+    measured, planned = set(profile.kv_heads), set(shape.kv_heads())
+    if measured == planned:
+        return
+    odd: KVHead = min(measured ^ planned)
+    fault = "was measured but is not in the model" if odd in measured else "is in the model but was not measured"
+    raise MismatchError(
+        f"profile has another shape than the model: layer {odd.layer}, head {odd.head} {fault}",
+        where=f"profile of {profile.model}",
+        got=f"{len(measured)} KV heads in {len(profile.layers)} layers",
+        expected=f"{len(planned)} in {len(shape.planned_layers)}",
+        fix="calibrate this model, or name the profile that belongs to it",
+    )
+
+
+def mean_std(retained: FloatArray, alpha: float) -> FloatArray:
+    """The paper's rule (Tangram, arXiv 2606.06302, budget reservation), standard deviation over the population.
+
+    Args:
+        retained: float64 [samples, kv_heads].
+        alpha: standard deviations above the mean.
+
+    Returns:
+        float64 [kv_heads] in [0, 1].
+    """
+    return np.minimum(1.0, retained.mean(axis=0) + alpha * retained.std(axis=0))
+
+
+def target(retained: FloatArray, total: float) -> FloatArray:
+    """Budgets that sum to `total` and overflow least; see the module's formula.
+
+    Args:
+        retained: float64 [samples, kv_heads].
+        total: sum of the returned parts; above 0 and at most kv_heads.
+
+    Returns:
+        float64 [kv_heads] in [0, 1].
+    """
+    samples = equalise_lengths(retained)
+    mean = samples.mean(axis=0)
+    mean *= total / mean.sum()
+    spread = samples.std(axis=0) * (total / samples.mean(axis=0).sum()) + SPREAD_PRIOR * np.sqrt(mean * mean.mean())
+
+    def parts(z: float) -> FloatArray:
+        return np.clip(mean + z * spread, 0.0, 1.0)
+
+    # Heads that no sample retained have no spread and stay at 0; the others can reach 1 together, and no further.
+    reachable = float(np.count_nonzero(spread))
+    if total >= reachable:
+        return np.where(spread > 0, 1.0, (total - reachable) / max(1.0, len(mean) - reachable))
+    steepest = 2 * float(np.max((1 + mean[spread > 0]) / spread[spread > 0]))
+    return parts(brentq(lambda z: parts(z).sum() - total, -steepest, steepest, xtol=1e-12))
+
+
+def equalise_lengths(retained: FloatArray) -> FloatArray:
+    """Each sample divided by its own mean over KV heads and multiplied by the mean of all samples.
+
+    Args:
+        retained: float64 [samples, kv_heads].
+    """
+    return retained / retained.mean(axis=1, keepdims=True) * retained.mean()
+
+
+def round_to_total(values: FloatArray, total: int) -> FloatArray:
+    """Integers next to `values` whose sum is `total`: largest remainder first, lower index on ties.
+
+    Args:
+        values: float64 [kv_heads] in [0, RHO_ONE], whose sum is within rounding of `total`.
+        total: sum of the returned integers.
+    """
+    floor = np.floor(np.minimum(values, RHO_ONE))
+    missing = int(total - floor.sum())
+    order = np.argsort(-(values - floor), kind="stable")
+    room = order[floor[order] < RHO_ONE]
+    floor[room[:missing]] += 1
+    return floor
+
+
+@dataclass(frozen=True)
+class OverflowReport:
+    """How often a held-out sample retains more of a KV head than its budget.
+
+    Args:
+        overflow: part of (sample, KV head) pairs, lengths equalised: each held-out sample divided by its own mean and
+            multiplied by the training mean.
+        raw_overflow: the same without equalising.
+        per_head: float64 [kv_heads], overflowing part of the samples of each KV head, lengths equalised.
+        pairs: number of (sample, KV head) pairs.
+    """
+
+    overflow: float
+    raw_overflow: float
+    per_head: FloatArray
+    pairs: int
+
+
+def held_out_overflow(retained: FloatArray, contexts: Sequence[int], rule: BudgetRule) -> OverflowReport:
+    """Two-fold cross-validation by context: budgets from one half of the contexts, overflow on the other, both ways.
+
+    Args:
+        retained: float64 [samples, kv_heads].
+        contexts: per sample, the id of its context; samples of one context stay on one side.
+        rule: makes budgets from the training samples.
+    """
+    names = np.unique(contexts)
+    overflows, raw_overflows = [np.zeros((0, retained.shape[1]), bool)], [np.zeros((0, retained.shape[1]), bool)]
+    for held_out_names in (names[0::2], names[1::2]):
+        held_out = np.isin(contexts, held_out_names)
+        training, unseen = retained[~held_out], retained[held_out]
+        if not len(training) or not len(unseen):
+            continue  # a single context cannot be split
+        budget = rule(training)
+        overflows.append(unseen / unseen.mean(axis=1, keepdims=True) * training.mean() > budget)
+        raw_overflows.append(unseen > budget)
+    pairs, raw_pairs = np.concatenate(overflows), np.concatenate(raw_overflows)
+    if not len(pairs):
+        return OverflowReport(0.0, 0.0, np.zeros(retained.shape[1]), 0)
+    return OverflowReport(float(pairs.mean()), float(raw_pairs.mean()), pairs.mean(axis=0), pairs.size)

@@ -1,0 +1,100 @@
+"""Lagrangian bounds on paths with at most K arcs: which arcs can still be part of a better path.
+
+For a price p >= 0 on every arc, let f[i] and b[i] be the cheapest ways from the first row to i and from i to the last at
+costs `cost + p`. Then for every path of at most K arcs that uses arc (i, j)
+
+    cost of the path  >=  f[i] + (cost[i, j] + p) + b[j] - p * K
+
+(Handler and Zang, "A dual algorithm for the constrained shortest path problem", Networks 10, 1980). Any p gives a valid
+bound; the best one is found by bisection, and the paths met on the way that have at most K arcs are solutions.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .grouping_problem import Arc
+
+UNREACHED = 1 << 62
+
+
+class PathBounds(NamedTuple):
+    """What relaxing the number of arcs tells.
+
+    Args:
+        lower: no path of at most K arcs costs less.
+        path: the cheapest path of at most K arcs that was met.
+        path_cost: its cost.
+        through: per arc, no path of at most K arcs that uses it costs less.
+    """
+
+    lower: int
+    path: tuple[Arc, ...]
+    path_cost: int
+    through: tuple[int, ...]
+
+
+def bound_paths(arcs: Sequence[Arc], num_rows: int, max_arcs: int) -> PathBounds:
+    """Bounds for paths from row 0 to `num_rows`, if one of at most `max_arcs` arcs exists.
+
+    Args:
+        arcs: by rising start.
+        num_rows: the end of the path.
+        max_arcs: K.
+    """
+    path = _cheapest(arcs, num_rows, price := 0)
+    best_path, best_price, best_lower = path, 0, _cost(path)
+    low, high = 0, 1
+    while len(path) > max_arcs:  # a price that is high enough for a path of at most K arcs
+        low, high = price, max(1, 2 * price)
+        path = _cheapest(arcs, num_rows, price := high)
+    best_path = path
+    while high - low > 1:
+        path = _cheapest(arcs, num_rows, price := (low + high) // 2)
+        lower = _cost(path) + price * (len(path) - max_arcs)
+        if lower > best_lower:
+            best_price, best_lower = price, lower
+        if len(path) > max_arcs:
+            low = price
+        else:
+            high = price
+            best_path = min(best_path, path, key=_cost)
+    forward = _distances(arcs, num_rows, best_price)
+    backward = _distances(
+        [Arc(num_rows - a.end, num_rows - a.start, a.cost) for a in reversed(_by_end(arcs))], num_rows, best_price
+    )
+    slack = best_price * (1 - max_arcs)
+    through = tuple(forward[a.start] + a.cost + backward[num_rows - a.end] + slack for a in arcs)
+    return PathBounds(best_lower, best_path, _cost(best_path), through)
+
+
+def _cost(path: Sequence[Arc]) -> int:
+    return sum(arc.cost for arc in path)
+
+
+def _by_end(arcs: Sequence[Arc]) -> list[Arc]:
+    return sorted(arcs, key=lambda arc: (arc.end, arc.start))
+
+
+def _distances(arcs: Sequence[Arc], num_rows: int, price: int) -> list[int]:
+    """Cheapest way from row 0 to every row, for arcs by rising start."""
+    distance = [0] + [UNREACHED] * num_rows
+    for arc in arcs:
+        distance[arc.end] = min(distance[arc.end], distance[arc.start] + arc.cost + price)
+    return distance
+
+
+def _cheapest(arcs: Sequence[Arc], num_rows: int, price: int) -> tuple[Arc, ...]:
+    """The cheapest path at this price; of several, one with the fewest arcs."""
+    best: list[tuple[int, int]] = [(0, 0)] + [(UNREACHED, 0)] * num_rows  # cost, number of arcs
+    last: list[Arc | None] = [None] * (num_rows + 1)
+    for arc in arcs:
+        cost, count = best[arc.start]
+        found = (cost + arc.cost + price, count + 1)
+        if found < best[arc.end]:
+            best[arc.end], last[arc.end] = found, arc
+    path: list[Arc] = []
+    end = num_rows
+    while (arc_in := last[end]) is not None:
+        path.append(arc_in)
+        end = arc_in.start
+    return tuple(reversed(path))
