@@ -13,7 +13,7 @@ rows; `group_cp_sat_layers` has the model for it.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 

@@ -34,7 +34,9 @@ from tangram_plan.ir import (
 )
 
 COST_SCALE = 10**8  # objective units per 1.0 of ideal memory
-PAGE_COST_SLOTS = 0.25  # price of a page in head-token slots: its entries in page tables and the scheduler's lists, about 130 bytes
+PAGE_COST_SLOTS = (
+    0.25  # price of a page in head-token slots: its entries in page tables and the scheduler's lists, about 130 bytes
+)
 TABLE_COST = COST_SCALE // 5000  # price of one page table: 0.02 % of the ideal memory
 LEAST_PAGE_SLOTS = ((32, 32), (128, 128))  # (KV heads of a rank up to, least page_slots); above them LARGE_PAGE_SLOTS
 LARGE_PAGE_SLOTS = 512

@@ -1,0 +1,83 @@
+"""Device descriptions: the constants of the cost model, one JSON file per GPU.
+
+Another GPU takes five measurements: the bandwidth of a plain read of 2 GiB; the decode kernel's bandwidth with one CTA
+an SM, over the number of SMs; and, for each schedule, what one layer takes beyond its bytes when contexts are long.
+"""
+
+from importlib import resources
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+
+from tangram_plan.ir import PAGE_TOKEN_ALIGNMENT, TangramError
+
+
+class Device(BaseModel):
+    """One GPU.
+
+    Args:
+        name: how plans call it.
+        compute_capability: 90 for sm_90.
+        num_sms: streaming multiprocessors.
+        ctas_per_sm: CTAs of a decode kernel in flight on each.
+        tile_tokens: tokens of a tile, a multiple of 16.
+        read_bandwidth_gb_s: bandwidth of a plain read, in GB/s.
+        cta_bandwidth_gb_s: most that one CTA alone reads, in GB/s.
+        static_splits_overhead_us: time of one layer's attention beyond its bytes, static splits.
+        tile_queue_overhead_us: the same for the tile queue.
+        source: where the numbers come from.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    compute_capability: PositiveInt
+    num_sms: PositiveInt
+    ctas_per_sm: PositiveInt
+    tile_tokens: PositiveInt
+    read_bandwidth_gb_s: PositiveFloat
+    cta_bandwidth_gb_s: PositiveFloat
+    static_splits_overhead_us: PositiveFloat
+    tile_queue_overhead_us: PositiveFloat
+    source: str
+
+    @property
+    def num_ctas(self) -> int:
+        """CTAs in flight on the device (N_CTA)."""
+        return self.num_sms * self.ctas_per_sm
+
+
+def load_device(name: str, *, relative_to: Path = Path()) -> Device:
+    """A shipped description by its name, or one from a file.
+
+    Raises:
+        TangramError: there is none, or it is not valid.
+    """
+    shipped = Path(str(resources.files("tangram_plan"))) / "devices"
+    path = shipped / f"{name}.json"
+    if not path.is_file():
+        path = relative_to / Path(name).expanduser()
+    try:
+        device = Device.model_validate_json(path.read_text())
+    except OSError as error:
+        known = ", ".join(sorted(file.stem for file in shipped.glob("*.json")))
+        raise TangramError(
+            "no such device", where="partition.device", got=name, expected=f"{known}, or a path to a description"
+        ) from error
+    except (ValidationError, UnicodeDecodeError) as error:
+        raise TangramError("device description is not valid", where=str(path), got=_first_fault(error)) from error
+    if device.tile_tokens % PAGE_TOKEN_ALIGNMENT:
+        raise TangramError(
+            "tile_tokens is not aligned",
+            where=str(path),
+            got=device.tile_tokens,
+            expected=f"a multiple of {PAGE_TOKEN_ALIGNMENT}",
+        )
+    return device
+
+
+def _first_fault(error: ValidationError | UnicodeDecodeError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
