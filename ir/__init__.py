@@ -5,7 +5,7 @@ from .cta_partition import CtaPartition, Schedule, ScheduleChoice, ScheduleEstim
 from .errors import MismatchError, TangramError, VerifyError
 from .head_grouping import HeadGroup, HeadGrouping
 from .head_order import ORIGINAL_ORDER, HeadOrder
-from .manifest import MANIFEST, REPORTS, Manifest, is_artefact, load_artefact, seal_artefact
+from .manifest import MANIFEST, REPORTS, Manifest, artefact_strangers, load_artefact, seal_artefact
 from .memory_use import REPORT_CONTEXTS, MemoryUse, memory_use
 from .model_shape import KVHead, LayerKind, LayerShape, ModelShape
 from .page_law import PAGE_TOKEN_ALIGNMENT, RHO_ONE, RetentionLaw, pages, tokens_per_page
@@ -53,7 +53,7 @@ __all__ = [
     "StaticSplits",
     "TangramError",
     "VerifyError",
-    "is_artefact",
+    "artefact_strangers",
     "load_artefact",
     "memory_use",
     "pages",

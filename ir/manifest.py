@@ -114,9 +114,14 @@ def load_artefact(directory: Path) -> Plan:
     return plan
 
 
-def is_artefact(directory: Path) -> bool:
-    """Whether a build wrote this directory."""
-    return (directory / MANIFEST).is_file()
+def artefact_strangers(directory: Path) -> list[str]:
+    """Relative paths of files in a directory that no build put there."""
+    present = _artefact_files(directory)
+    try:
+        known = _read_manifest(directory).files
+    except TangramError:
+        return [*present, MANIFEST] if (directory / MANIFEST).exists() else present
+    return [path for path in present if path not in known]
 
 
 def _read_manifest(directory: Path) -> Manifest:

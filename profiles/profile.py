@@ -28,7 +28,7 @@ class Sample:
     Args:
         source: where its text comes from.
         context: id of the context; equal for samples that measured the same one.
-        num_tokens: its length, in tokens.
+        num_tokens: its length, in tokens; 0 if not known.
     """
 
     source: str
@@ -105,8 +105,10 @@ class Profile:
         upper = int(np.searchsorted(measured, ratio))
         if measured[upper] == ratio:
             return self.retained[level][:, upper]
-        part = (ratio - measured[upper - 1]) / (measured[upper] - measured[upper - 1])
-        return (1 - part) * self.retained[level][:, upper - 1] + part * self.retained[level][:, upper]
+        below, above = self.retained[level][:, upper - 1], self.retained[level][:, upper]
+        part = float((ratio - measured[upper - 1]) / (measured[upper] - measured[upper - 1]))
+        between: FloatArray = (1 - part) * below + part * above
+        return between
 
     def layer_table(self, values: FloatArray) -> list[list[float]]:
         """One value per KV head, float64 [kv_heads], as a list per layer."""

@@ -118,7 +118,7 @@ def save_profile(profile: Profile, path: Path) -> None:
     arrays |= {f"retained_{level}": profile.retained[level] for level in sorted(profile.retained)}
     if profile.mean_keys is not None:
         arrays["mean_keys"] = profile.mean_keys
-    np.savez_compressed(buffer, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+    np.savez_compressed(buffer, allow_pickle=False, **arrays)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

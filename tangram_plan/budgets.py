@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import brentq
 
-from tangram_plan.ir import RHO_ONE, BudgetTable, KVHead, MismatchError, ModelShape
+from tangram_plan.ir import RHO_ONE, BudgetTable, MismatchError, ModelShape
 from tangram_plan.profiles import FloatArray, Profile
 
 from .config import RetentionConfig
@@ -29,14 +29,12 @@ SPREAD_PRIOR = 0.1
 BudgetRule = Callable[[FloatArray], FloatArray]  # float64 [samples, kv_heads] -> parts kept, float64 [kv_heads]
 
 
-def assign_budgets(profile: Profile, shape: ModelShape, retention: RetentionConfig) -> BudgetTable:
+def assign_budgets(profile: Profile, retention: RetentionConfig) -> BudgetTable:
     """The law of every planned KV head.
 
     Raises:
-        MismatchError: the profile was measured on other KV heads.
         TangramError: the profile lacks the level or ratio.
     """
-    check_same_heads(profile, shape)
     num_heads = len(profile.kv_heads)
     if retention.ratio == 1:
         rho = np.full(num_heads, RHO_ONE)
@@ -59,20 +57,32 @@ def budget_rule(retention: RetentionConfig) -> BudgetRule:
     return lambda retained: target(retained, total=retention.ratio * retained.shape[1])
 
 
-def check_same_heads(profile: Profile, shape: ModelShape) -> None:
-    """Raise a MismatchError unless the profile measured exactly the KV heads that are planned."""
+def check_profile_fits(profile: Profile, shape: ModelShape, *, force: bool) -> None:
+    """A profile fits a model if it measured exactly the KV heads that are planned, on the same architecture.
+
+    Raises:
+        MismatchError: other KV heads, or (unless `force`) another architecture of the same shape.
+    """
+    where = f"profile of {profile.model} by {profile.scorer}"
     measured, planned = set(profile.kv_heads), set(shape.kv_heads())
-    if measured == planned:
-        return
-    odd: KVHead = min(measured ^ planned)
-    fault = "was measured but is not in the model" if odd in measured else "is in the model but was not measured"
-    raise MismatchError(
-        f"profile has another shape than the model: layer {odd.layer}, head {odd.head} {fault}",
-        where=f"profile of {profile.model}",
-        got=f"{len(measured)} KV heads in {len(profile.layers)} layers",
-        expected=f"{len(planned)} in {len(shape.planned_layers)}",
-        fix="calibrate this model, or name the profile that belongs to it",
-    )
+    if measured != planned:
+        odd = min(measured ^ planned)
+        fault = "was measured but is not in the model" if odd in measured else "is in the model but was not measured"
+        raise MismatchError(
+            f"profile has another shape than the model: layer {odd.layer}, head {odd.head} {fault}",
+            where=where,
+            got=f"{len(measured)} KV heads in {len(profile.layers)} layers",
+            expected=f"{len(planned)} in {len(shape.planned_layers)}",
+            fix="calibrate this model, or name the profile that belongs to it",
+        )
+    if profile.model_fingerprint != shape.fingerprint and not force:
+        raise MismatchError(
+            "profile was measured on another model of the same shape",
+            where=where,
+            got=f"architecture {profile.model_fingerprint[:12]}",
+            expected=f"{shape.fingerprint[:12]} ({shape.model_type})",
+            fix="calibrate this model, or build with --force",
+        )
 
 
 def mean_std(retained: FloatArray, alpha: float) -> FloatArray:
@@ -85,7 +95,8 @@ def mean_std(retained: FloatArray, alpha: float) -> FloatArray:
     Returns:
         float64 [kv_heads] in [0, 1].
     """
-    return np.minimum(1.0, retained.mean(axis=0) + alpha * retained.std(axis=0))
+    parts: FloatArray = np.minimum(1.0, retained.mean(axis=0) + alpha * retained.std(axis=0))
+    return parts
 
 
 def target(retained: FloatArray, total: float) -> FloatArray:
@@ -104,7 +115,8 @@ def target(retained: FloatArray, total: float) -> FloatArray:
     spread = samples.std(axis=0) * (total / samples.mean(axis=0).sum()) + SPREAD_PRIOR * np.sqrt(mean * mean.mean())
 
     def parts(z: float) -> FloatArray:
-        return np.clip(mean + z * spread, 0.0, 1.0)
+        clipped: FloatArray = np.clip(mean + z * spread, 0.0, 1.0)
+        return clipped
 
     # Heads that no sample retained have no spread and stay at 0; the others can reach 1 together, and no further.
     reachable = float(np.count_nonzero(spread))
@@ -120,7 +132,8 @@ def equalise_lengths(retained: FloatArray) -> FloatArray:
     Args:
         retained: float64 [samples, kv_heads].
     """
-    return retained / retained.mean(axis=1, keepdims=True) * retained.mean()
+    equalised: FloatArray = retained / retained.mean(axis=1, keepdims=True) * retained.mean()
+    return equalised
 
 
 def round_to_total(values: FloatArray, total: int) -> FloatArray:

@@ -55,6 +55,8 @@ def check_fitness(profile: Profile, retention: RetentionConfig, *, force: bool) 
     Raises:
         TangramError: ranks do not agree between samples, and `force` is not set.
     """
+    if retention.ratio == 1:
+        return Fitness(np.ones(len(profile.samples)))  # everything is kept: nothing depends on ranks
     fitness = measure_fitness(profile.at_ratio(retention.level, retention.ratio))
     if fitness.verdict == "unstable" and not force:
         raise TangramError(

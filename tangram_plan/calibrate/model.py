@@ -72,11 +72,11 @@ def load_model(model: str, *, device: str, name: str | None = None) -> LoadedMod
         raise TangramError(
             "a package is missing", where=model, got=error, fix="pip install 'tangram-plan[calibrate]'"
         ) from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # readers of broken files raise errors of a dozen libraries
         raise TangramError(
             "cannot load the model",
             where=model,
-            got=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            got=(str(error).strip().splitlines() or [type(error).__name__])[0],
             expected="a Hugging Face folder or id, a .gguf file, or a folder that holds one",
         ) from error
     loaded = loaded.eval().requires_grad_(requires_grad=False).to(device)

@@ -37,7 +37,8 @@ class PartialResults:
     def load(self, key: str, scorers: tuple[str, ...]) -> SampleResult | None:
         """The result of a sample; None if there is none that can be read."""
         try:
-            with np.load(self._folder / f"{key}.npz", allow_pickle=False) as arrays:
+            content = io.BytesIO((self._folder / f"{key}.npz").read_bytes())  # np.load leaves a broken file open
+            with np.load(content, allow_pickle=False) as arrays:
                 retained = {name: {level: arrays[f"{name}/{level}"] for level in Level} for name in scorers}
                 return SampleResult(retained, arrays["mean_keys"])
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):

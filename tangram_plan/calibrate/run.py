@@ -70,18 +70,20 @@ def calibrate(
     keys = [_key(loaded, prompt, chosen, rising) for prompt in prompts]
     results: dict[int, SampleResult] = {}
     with _progress(console) as progress:
-        task = progress.add_task("calibrating", total=len(inputs))
-        for index, (text, prompt, key) in enumerate(zip(inputs, prompts, keys, strict=True)):
-            result = partial.load(key, scorers)
+        for index, key in enumerate(progress.track(keys, description="calibrating")):
             try:
-                if result is None:
-                    result = measure_sample(loaded, prompt, chosen, rising)
-                    partial.save(key, result)
+                result = partial.load(key, scorers) or measure_sample(loaded, prompts[index], chosen, rising)
+                partial.save(key, result)
                 results[index] = result
             except SampleRejectedError as error:
-                warning = f"warning: sample {index} ({text.where}, {text.source}) is rejected: {error}"
-                progress.console.print(warning, markup=False, highlight=False, soft_wrap=True)
-            progress.advance(task)
+                warning = f"sample {index} ({inputs[index].where}, {inputs[index].source}) is rejected: {error}"
+                _say(progress.console, f"warning: {warning}")
+            except KeyboardInterrupt:
+                _say(
+                    progress.console,
+                    f"stopped after {index} of {len(keys)} samples; the same command goes on from there",
+                )
+                raise
     _check_num_samples(len(results), min_samples, where=f"{len(inputs) - len(results)} samples rejected")
 
     paths = tuple(output / f"{scorer.name}.npz" for scorer in chosen)
@@ -159,6 +161,10 @@ def _profile(
         retained={level: np.stack([result.retained[scorer.name][level] for result in results]) for level in levels},
         mean_keys=mean_keys.astype(np.float32),
     )
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _progress(console: Console) -> Progress:

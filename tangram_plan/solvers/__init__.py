@@ -6,6 +6,16 @@ from typing import Protocol
 from .grouping_problem import GroupingProblem, GroupingSolution
 from .split_problem import SplitProblem
 
+__all__ = [
+    "GROUPING_SOLVERS",
+    "SPLIT_SOLVERS",
+    "GroupingProblem",
+    "GroupingSolution",
+    "GroupingSolver",
+    "SplitProblem",
+    "SplitSolver",
+]
+
 
 class GroupingSolver(Protocol):
     """Clusters KV heads into head groups."""

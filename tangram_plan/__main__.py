@@ -1,0 +1,5 @@
+"""`python -m tangram_plan`."""
+
+from .cli import main
+
+main()

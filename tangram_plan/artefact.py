@@ -1,0 +1,105 @@
+"""The artefact on disk: built beside its place, sealed by the manifest, and put there whole or not at all."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tangram_plan.codegen import emit
+from tangram_plan.ir import (
+    MANIFEST,
+    REPORTS,
+    Plan,
+    TangramError,
+    artefact_strangers,
+    plan_hash,
+    print_json,
+    print_plan,
+    seal_artefact,
+)
+from tangram_plan.ir.manifest import PLAN
+
+
+def write_artefact(plan: Plan, reports: Mapping[str, Mapping[str, object]], output: Path) -> None:
+    """Write plan, allocator configuration, kernels, reports and, last, the manifest; replaces an artefact that is there.
+
+    Args:
+        plan: a verified plan.
+        reports: file name without suffix -> content, for `OUT/reports`.
+        output: the artefact's folder.
+
+    Raises:
+        TangramError: something else is at `output`, or it cannot be written; `output` is then as it was.
+    """
+    output = output.absolute()
+    _check_place(output)
+    with _staged(output) as staging:
+        emit(plan, plan_hash(plan), staging)
+        (staging / PLAN).write_text(print_plan(plan))
+        (staging / REPORTS).mkdir()
+        for name, report in reports.items():
+            (staging / REPORTS / f"{name}.json").write_text(print_json(report))
+        seal_artefact(staging, plan)
+        _swap(staging, output)
+
+
+def _check_place(output: Path) -> None:
+    """Refuse to replace anything but an artefact with nothing of the user's in it."""
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise TangramError("output is not a folder", where=str(output), fix="choose another place with -o")
+    strangers = artefact_strangers(output)
+    if strangers:
+        raise TangramError(
+            "output holds files that are not part of an artefact",
+            where=str(output),
+            got=strangers[0] + (f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""),
+            expected=f"an empty folder, or one whose {MANIFEST} names every file",
+            fix="move them away, or choose another place with -o",
+        )
+
+
+@contextlib.contextmanager
+def _staged(output: Path) -> Iterator[Path]:
+    """A folder beside `output`, removed at the end whatever happens; faults of the file system become one line."""
+    staging = None
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+        staging.chmod(0o755)
+        yield staging
+    except OSError as error:
+        place = error.filename or output
+        raise TangramError(
+            "artefact cannot be written",
+            where=str(place),
+            got=error.strerror or str(error),
+            fix="free space or choose another place with -o; nothing was changed",
+        ) from error
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _swap(staging: Path, output: Path) -> None:
+    """Put `staging` in the place of `output`; a concurrent build of the same output may win, never mix."""
+    for _ in range(10):
+        old = staging.with_name(staging.name + ".old")
+        with contextlib.suppress(FileNotFoundError):
+            output.rename(old)
+        try:
+            staging.rename(output)
+        except OSError:  # another build put its own there in between
+            if not output.exists():
+                if old.exists():
+                    old.rename(output)
+                raise
+        else:
+            shutil.rmtree(old, ignore_errors=True)
+            return
+        shutil.rmtree(old, ignore_errors=True)
+    raise TangramError(
+        "artefact is being replaced by other builds", where=str(output), fix="build into different folders"
+    )

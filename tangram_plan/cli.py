@@ -1,0 +1,324 @@
+"""The command line: parses arguments, calls the function that does the work, prints what it returns."""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tangram_plan.ir import REPORTS, MismatchError, TangramError, VerifyError, load_artefact
+from tangram_plan.profiles import Level
+
+from .terminal import err, log, print_data, print_tables
+
+OK, CHECK_FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+app = typer.Typer(
+    help="Compile measured per-head retention into a plan for a non-uniform KV cache.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+profile_app = typer.Typer(help="Make profiles from arrays, and look at them.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure, and print the figures that the project claims.", no_args_is_help=True)
+app.add_typer(profile_app, name="profile")
+app.add_typer(bench_app, name="bench")
+
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="MODEL.YAML", help="Configuration; see examples/quickstart/model.yaml.")
+]
+Artefact = Annotated[Path, typer.Argument(metavar="OUT", help="Folder that `build` wrote.")]
+ProfileName = Annotated[
+    str, typer.Argument(metavar="PROFILE", help="A profile file or folder, or builtin:MODEL/SCORER.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as grouping.max_groups=16; repeatable."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No logs and no progress on stderr.")]
+
+
+@app.command()
+def build(
+    config_file: ConfigFile,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="OUT", help="Folder of the artefact; by default `plan` beside the configuration."
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    stop_after: Annotated[
+        str | None, typer.Option(metavar="STAGE", help="Stop after a stage and print its product.")
+    ] = None,
+    dump: Annotated[Path | None, typer.Option(metavar="DIR", help="Write every stage's product into DIR.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Compile and show the plan, write nothing.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Build although the profile is unstable or of another model.")
+    ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compile a plan: budgets, head groups, pages, partitions, kernels, manifest."""
+    from .build import build_plan
+
+    summary = build_plan(
+        config_file,
+        None if dry_run else output or config_file.parent / "plan",
+        overrides=tuple(overrides or ()),
+        stop_after=stop_after,
+        dump=dump,
+        force=force,
+        quiet=quiet,
+    )
+    _print_plan(summary, as_json=as_json)
+    if not dry_run and "plan_hash" in summary:
+        log(f"artefact: {output or config_file.parent / 'plan'}", quiet=quiet)
+
+
+@app.command()
+def show(artefact: Artefact, as_json: AsJson = False) -> None:
+    """Show the plan of an artefact."""
+    from .report import plan_summary
+
+    plan = load_artefact(artefact)
+    _print_plan(plan_summary(plan, _build_report(artefact)), as_json=as_json)
+
+
+@app.command()
+def verify(artefact: Artefact, as_json: AsJson = False, quiet: Quiet = False) -> None:
+    """Check schema, hashes, every invariant of the plan, and its kernels against the reference."""
+    from .verify_artefact import verify_artefact, verify_tables
+
+    log(f"checking {artefact}: hashes, invariants, kernels in Triton's interpreter and compiler ...", quiet=quiet)
+    result = verify_artefact(artefact)
+    if as_json:
+        print_data(result)
+    else:
+        print_tables(verify_tables(result))
+    if not result["ok"]:
+        raise typer.Exit(CHECK_FAILED)
+
+
+@app.command()
+def ablate(
+    config_file: ConfigFile,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Folder for ablation.csv and the plots; by default `ablation` beside the configuration.",
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Go on although the profile is unstable or of another model.")
+    ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare every clustering solver with every partition solver on one objective."""
+    from .ablation import ablation_table, run_ablation, write_ablation
+
+    rows = run_ablation(config_file, overrides=tuple(overrides or ()), force=force, quiet=quiet)
+    for path in write_ablation(rows, output or config_file.parent / "ablation"):
+        log(f"wrote {path}", quiet=quiet)
+    if as_json:
+        print_data(rows)
+    else:
+        print_tables(ablation_table(rows))
+
+
+@app.command()
+def calibrate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder or id of a Hugging Face causal LM, or a GGUF file.")
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="PROFILE", help="Folder of the profiles; one file per scorer.")
+    ],
+    texts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON Lines with `text` and `source`; by default the texts that ship."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the model runs, as torch names it.")] = "cpu",
+    max_tokens: Annotated[int, typer.Option(min=64, help="Longest sample; longer texts are cut.")] = 2048,
+    min_samples: Annotated[int, typer.Option(min=1, help="Fewest samples that make a profile.")] = 4,
+    name: Annotated[
+        str | None, typer.Option(help="What the profiles call the model; by default its id or folder.")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Measure what every KV head of a model keeps; go on where a stopped run ended."""
+    from rich.console import Console
+
+    from .calibrate import calibrate as run_calibration
+
+    console = Console(stderr=True, quiet=quiet)
+    for path in run_calibration(
+        model,
+        output,
+        texts=texts,
+        device=device,
+        max_tokens=max_tokens,
+        min_samples=min_samples,
+        name=name,
+        console=console,
+    ):
+        sys.stdout.write(f"{path}\n")
+
+
+@app.command()
+def reorder(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a safetensors checkpoint.")],
+    artefact: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="Folder that `build` wrote with grouping.reorder_heads.")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder of the new checkpoint.")],
+    quiet: Quiet = False,
+) -> None:
+    """Rewrite a checkpoint so that its KV heads stand in a plan's order."""
+    from .model_config import load_model_config, model_shape_from_config
+    from .reorder import reorder_checkpoint
+
+    plan = load_artefact(artefact)
+    config, config_path = load_model_config(str(model), relative_to=Path())
+    shape = model_shape_from_config(config, where=str(config_path))
+    if shape.fingerprint != plan.model.fingerprint:
+        raise MismatchError(
+            "plan is for another model",
+            where=str(artefact),
+            got=f"{plan.model.model_type} {plan.model.fingerprint[:12]}",
+            expected=f"{shape.model_type} {shape.fingerprint[:12]} ({config_path})",
+        )
+    reorder_checkpoint(model, shape, plan.head_order, output)
+    log(f"wrote {output}: KV heads in the order {plan.head_order.hash[:12]}", quiet=quiet)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of model.yaml."""
+    from .config import BuildConfig
+
+    print_data(BuildConfig.model_json_schema())
+
+
+@profile_app.command("import")
+def import_profile(
+    arrays: Annotated[
+        Path, typer.Argument(metavar="ARRAYS", help="An .npz file, or an .npy file with the retained fractions alone.")
+    ],
+    model: Annotated[str, typer.Option(metavar="DIR", help="The model that was measured; only config.json is read.")],
+    scorer: Annotated[str, typer.Option(help="The scorer that was measured.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="PROFILE", help="The profile file to write.")],
+    key: Annotated[str, typer.Option(help="Array [samples, layers, kv_heads] of retained fractions.")] = "retained",
+    layer_ids: Annotated[str | None, typer.Option(help="Array that says which layers the rows are.")] = None,
+    ratio_key: Annotated[str | None, typer.Option(help="Array that holds the requested ratio.")] = None,
+    ratio: Annotated[float | None, typer.Option(help="The requested ratio, if the file does not hold it.")] = None,
+    meta_key: Annotated[str | None, typer.Option(help="Array whose rows are equal for samples of one context.")] = None,
+    level: Annotated[Level, typer.Option(help="Scope of the pooled top-k that was measured.")] = Level.MODEL,
+    name: Annotated[str | None, typer.Option(help="What the profile calls the model.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Make a profile from retained fractions that another tool measured."""
+    from tangram_plan.profiles import save_profile
+
+    from .import_arrays import DEFAULT_RATIO, ArrayKeys, import_arrays
+    from .model_config import load_model_config, model_shape_from_config
+
+    config, config_path = load_model_config(model, relative_to=Path())
+    shape = model_shape_from_config(config, where=str(config_path))
+    if ratio is None and ratio_key is None:
+        log(f"no --ratio and no --ratio-key: the requested ratio is taken to be {DEFAULT_RATIO}", quiet=quiet)
+    keys = ArrayKeys(key, layer_ids, ratio_key, meta_key)
+    profile = import_arrays(
+        arrays, keys, shape, model=name or config_path.parent.name, scorer=scorer, level=level, requested_ratio=ratio
+    )
+    save_profile(profile, output)
+    log(
+        f"wrote {output}: {len(profile.samples)} samples of {len({s.context for s in profile.samples})} contexts, {len(profile.kv_heads)} KV heads",
+        quiet=quiet,
+    )
+
+
+@profile_app.command("show")
+def show_profile(
+    name: ProfileName,
+    as_json: AsJson = False,
+    level: Annotated[Level | None, typer.Option(help="Level of the heat map.")] = None,
+    ratio: Annotated[float | None, typer.Option(help="Ratio of the heat map; by default the one next to 0.3.")] = None,
+) -> None:
+    """Show what a profile holds: heat map, rank stability, spread, overflow."""
+    from tangram_plan.profiles import find_profile, load_profile
+
+    from .profile_report import profile_summary, profile_tables
+
+    profile = load_profile(find_profile(name))
+    if as_json:
+        print_data(profile_summary(profile))
+    else:
+        print_tables(profile_tables(profile, level, ratio))
+
+
+@bench_app.command("planner")
+def bench_planner(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder with SCORER/MODEL/profile*.npz arrays of retained fractions.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the figures as JSON, too.")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Memory, tensor parallelism, overflow, splits and planning time on measured retention."""
+    from .bench_planner import planner_figures, planner_tables
+
+    figures = planner_figures(folder, quiet=quiet)
+    if output:
+        output.write_text(json.dumps(figures, indent=1) + "\n")
+    if as_json:
+        print_data(figures)
+    else:
+        print_tables(planner_tables(figures))
+    if not all(goal["met"] for goal in figures["goals"]):
+        raise typer.Exit(CHECK_FAILED)
+
+
+def main() -> None:
+    """Entry point: a TangramError is one line and exit code 2 (1 for a check that failed), all else keeps its traceback."""
+    try:
+        app()
+    except TangramError as error:
+        err().print(f"error: {error}", markup=False)
+        sys.exit(CHECK_FAILED if isinstance(error, VerifyError) else WRONG_INPUT)
+    except KeyboardInterrupt:
+        err().print("interrupted; nothing half-written was left", markup=False)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
+        sys.exit(OK)
+
+
+def _print_plan(summary: dict[str, Any], *, as_json: bool) -> None:
+    from .report import plan_tables
+
+    if as_json or "plan_hash" not in summary:
+        print_data(summary)
+    else:
+        print_tables(plan_tables(summary))
+
+
+def _build_report(artefact: Path) -> dict[str, Any]:
+    """The build's report; empty if somebody removed it, because a plan is complete without it."""
+    try:
+        report = json.loads((artefact / REPORTS / "build.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        return {}
+    return report if isinstance(report, dict) else {}

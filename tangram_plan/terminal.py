@@ -1,0 +1,56 @@
+"""Where output goes: data on stdout, logs and progress on stderr; tables without decoration when nobody looks at a terminal."""
+
+import json
+import math
+import sys
+from typing import Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+PLAIN_WIDTH = 160  # columns when the output is not a terminal
+
+
+def out() -> Console:
+    """Console for data."""
+    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+
+
+def err() -> Console:
+    """Console for logs, progress and errors."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def log(message: str, *, quiet: bool) -> None:
+    """One line on stderr."""
+    if not quiet:
+        err().print(message, markup=False)
+
+
+def print_data(data: Any) -> None:
+    """JSON on stdout; numbers that JSON cannot hold (NaN, infinity) become null."""
+    sys.stdout.write(json.dumps(_finite(data), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def print_tables(tables: RenderableType) -> None:
+    """Tables on stdout."""
+    out().print(tables)
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """A table of numbers, right-justified but for its first column; plain lines outside a terminal."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD if sys.stdout.isatty() else box.ASCII2)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    return table
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return data
