@@ -6,9 +6,12 @@ Two rules turn the samples x[s, h] (retained fraction of KV head h in sample s) 
     target     b[h] = clip(m[h] + z * d[h], 0, 1), with one z for all heads such that sum_h b[h] is exactly the total
 
 `target` first divides every sample by its own mean over heads, because that mean is set by the sample's length and not
-by its content, and multiplies by the mean of all samples. m[h] is then the mean over samples, and
-d[h] = std[h] + SPREAD_PRIOR * sqrt(m[h] * mean_h m) the spread, with a prior: a few samples understate how much a head
-can vary, and the spread of a share grows like the root of the share. One z for all heads means that every head
+by its content, and multiplies by the mean g of all samples. m[h] is then the mean over samples, and
+
+    d[h] = std[h] + ROOT_PRIOR * sqrt(m[h] * g) + FLOOR_PRIOR * g
+
+the spread, with a prior: a few samples understate how much a head can vary; the spread of a share grows like the root of
+the share, and a head that no sample retained may still be needed once. One z for all heads means that every head
 overflows about equally often, which is where the expected overflow for a given total is least (water-filling).
 """
 
@@ -23,7 +26,7 @@ from tangram_plan.profiles import FloatArray, Profile
 
 from .config import RetentionConfig
 
-SPREAD_PRIOR = 0.1
+ROOT_PRIOR, FLOOR_PRIOR = 0.1, 0.05
 
 
 BudgetRule = Callable[[FloatArray], FloatArray]  # float64 [samples, kv_heads] -> parts kept, float64 [kv_heads]
@@ -110,19 +113,16 @@ def target(retained: FloatArray, total: float) -> FloatArray:
         float64 [kv_heads] in [0, 1].
     """
     samples = equalise_lengths(retained)
-    mean = samples.mean(axis=0)
-    mean *= total / mean.sum()
-    spread = samples.std(axis=0) * (total / samples.mean(axis=0).sum()) + SPREAD_PRIOR * np.sqrt(mean * mean.mean())
+    mean, overall = samples.mean(axis=0), samples.mean()
+    spread = samples.std(axis=0) + ROOT_PRIOR * np.sqrt(mean * overall) + FLOOR_PRIOR * overall
 
     def parts(z: float) -> FloatArray:
         clipped: FloatArray = np.clip(mean + z * spread, 0.0, 1.0)
         return clipped
 
-    # Heads that no sample retained have no spread and stay at 0; the others can reach 1 together, and no further.
-    reachable = float(np.count_nonzero(spread))
-    if total >= reachable:
-        return np.where(spread > 0, 1.0, (total - reachable) / max(1.0, len(mean) - reachable))
-    steepest = 2 * float(np.max((1 + mean[spread > 0]) / spread[spread > 0]))
+    steepest = float(np.max(1 / spread))  # at +-steepest every part is 1 or 0
+    if total >= len(mean):
+        return np.ones(len(mean))
     return parts(brentq(lambda z: parts(z).sum() - total, -steepest, steepest, xtol=1e-12))
 
 
