@@ -1,6 +1,8 @@
 """The artefact on disk: built beside its place, sealed by the manifest, and put there whole or not at all."""
 
 import contextlib
+import errno
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -32,21 +34,21 @@ def write_artefact(plan: Plan, reports: Mapping[str, Mapping[str, object]], outp
     Raises:
         TangramError: something else is at `output`, or it cannot be written; `output` is then as it was.
     """
-    output = output.absolute()
+    output = Path(os.path.realpath(output))  # through a link: what it points to is replaced, the link stays
     _check_place(output)
     with _staged(output) as staging:
         emit(plan, plan_hash(plan), staging)
-        (staging / PLAN).write_text(print_plan(plan))
+        (staging / PLAN).write_text(print_plan(plan), encoding="utf-8")
         (staging / REPORTS).mkdir()
         for name, report in reports.items():
-            (staging / REPORTS / f"{name}.json").write_text(print_json(report))
+            (staging / REPORTS / f"{name}.json").write_text(print_json(report), encoding="utf-8")
         seal_artefact(staging, plan)
         _swap(staging, output)
 
 
 def _check_place(output: Path) -> None:
     """Refuse to replace anything but an artefact with nothing of the user's in it."""
-    if not output.exists():
+    if not os.path.lexists(output):  # unlike Path's, also False for names that are too long: writing says so
         return
     if not output.is_dir():
         raise TangramError("output is not a folder", where=str(output), fix="choose another place with -o")
@@ -85,21 +87,23 @@ def _staged(output: Path) -> Iterator[Path]:
 
 def _swap(staging: Path, output: Path) -> None:
     """Put `staging` in the place of `output`; a concurrent build of the same output may win, never mix."""
+    old = staging.with_name(staging.name + ".old")
     for _ in range(10):
-        old = staging.with_name(staging.name + ".old")
-        with contextlib.suppress(FileNotFoundError):
-            output.rename(old)
         try:
+            with contextlib.suppress(FileNotFoundError):
+                output.rename(old)
             staging.rename(output)
-        except OSError:  # another build put its own there in between
-            if not output.exists():
-                if old.exists():
-                    old.rename(output)
-                raise
-        else:
-            shutil.rmtree(old, ignore_errors=True)
             return
-        shutil.rmtree(old, ignore_errors=True)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            # another build put its own there in between
+        finally:  # also when interrupted between the two renames: what was there comes back
+            if not output.exists():
+                with contextlib.suppress(OSError):
+                    old.rename(output)
+            if output.exists():
+                shutil.rmtree(old, ignore_errors=True)
     raise TangramError(
         "artefact is being replaced by other builds", where=str(output), fix="build into different folders"
     )

@@ -6,14 +6,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from tangram_plan.ir import PAGE_TOKEN_ALIGNMENT, KVDtype, TangramError
 from tangram_plan.profiles import Level
 
+_MOST_TOKENS = 2**31  # a context or an answer above this is a typing error
+_MOST_REQUESTS = 2**16  # likewise
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        # YAML reads `yes` and `on` as true, which pydantic would take for 1.
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("expected a number or a name")
+        return value
 
 
 class RetentionConfig(_Section):
@@ -84,6 +95,12 @@ class PartitionConfig(_Section):
             raise ValueError("expected rising positive integers")
         return values
 
+    @model_validator(mode="after")
+    def _sizes_are_real(self) -> "PartitionConfig":
+        if self.batch_sizes[-1] > _MOST_REQUESTS or self.contexts[-1] > _MOST_TOKENS:
+            raise ValueError(f"expected batch_sizes up to {_MOST_REQUESTS} and contexts up to {_MOST_TOKENS}")
+        return self
+
 
 class BuildConfig(_Section):
     """One `model.yaml`."""
@@ -97,7 +114,7 @@ class BuildConfig(_Section):
     compress_chunk_tokens: int = Field(
         8192, description="eviction happens at multiples of this, and at the prompt's end", ge=1
     )
-    max_new_tokens: int = Field(8192, description="longest answer that the runtime admits", ge=1)
+    max_new_tokens: int = Field(8192, description="longest answer that the runtime admits", ge=1, le=_MOST_TOKENS)
     grouping: GroupingConfig = GroupingConfig()
     partition: PartitionConfig = PartitionConfig()
     tensor_parallel: int = Field(1, description="ranks that share every layer's KV heads", ge=1)
@@ -120,7 +137,7 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> BuildConfig:
         TangramError: missing or broken file, unknown key (with the nearest one that exists), value out of range.
     """
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise TangramError(
             "configuration does not exist",
@@ -130,7 +147,7 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> BuildConfig:
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise TangramError("configuration cannot be read", where=str(path), got=str(error)) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise TangramError(
             "configuration is not YAML", where=str(path), got=str(error), fix="mend the syntax at that place"
         ) from error
@@ -179,7 +196,7 @@ def _first_error(error: ValidationError, path: Path) -> TangramError:
         known = _keys_of(tuple(sections))
         nearest = difflib.get_close_matches(unknown, known, n=1, cutoff=0.4)
         fix = f"did you mean {nearest[0]}?" if nearest else f"known keys: {', '.join(known)}"
-        return TangramError(f"unknown key {key}{more}", where=str(path), fix=fix)
+        return TangramError(f"unknown key {'.'.join((*sections, unknown))}{more}", where=str(path), fix=fix)
     if first["type"] == "missing":
         return TangramError(
             f"key {key} is missing{more}", where=str(path), fix=f"add `{key}:`; see examples/quickstart/model.yaml"

@@ -1,6 +1,5 @@
 """`profile import`: anyone's retained fractions, as arrays in an `.npz` file, become a profile."""
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +59,12 @@ def import_arrays(
     )
     layer_ids = list(shape.planned_layers)
     if keys.layer_ids is not None:
-        layer_ids = [int(layer) for layer in _array(arrays, keys.layer_ids, path, option="--layer-ids").ravel()]
+        ids = _array(arrays, keys.layer_ids, path, option="--layer-ids").astype(np.float64).ravel()
+        if not np.all(np.isfinite(ids) & (ids == np.round(ids))):
+            raise TangramError(
+                "layers are not whole numbers", where=f"{path}, array {keys.layer_ids}", got=ids.tolist()
+            )
+        layer_ids = [int(layer) for layer in ids]
     if len(layer_ids) != retained.shape[1]:
         raise TangramError(
             "layers of the array do not match the model",
@@ -102,18 +106,19 @@ def import_arrays(
 
 def _read(path: Path) -> dict[str, npt.NDArray[np.generic]]:
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return {"": loaded}
-        with loaded:
-            return {name: loaded[name] for name in loaded.files}
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return {"": loaded}
+            with loaded:
+                return {name: loaded[name] for name in loaded.files}
     except FileNotFoundError as error:
         raise TangramError("file does not exist", where=str(path), expected="an .npz or .npy file") from error
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # numpy, zipfile and zlib raise a dozen kinds for what is damaged or no .npz
         raise TangramError(
             "file cannot be read",
             where=str(path),
-            got=str(error).splitlines()[0],
+            got=str(error).partition("\n")[0] or type(error).__name__,
             expected="an .npz or .npy file without pickled objects",
         ) from error
 
@@ -122,7 +127,7 @@ def _array(
     arrays: dict[str, npt.NDArray[np.generic]], name: str, path: Path, *, option: str
 ) -> npt.NDArray[np.generic]:
     if set(arrays) == {""} and option == "--key":
-        return arrays[""]
+        name = ""
     if name not in arrays:
         raise TangramError(
             "file has no such array",
@@ -130,8 +135,13 @@ def _array(
             got=name,
             expected=f"one of {', '.join(sorted(arrays))}",
         )
-    if not np.issubdtype(arrays[name].dtype, np.number):
-        raise TangramError("array does not hold numbers", where=f"{path}, {option} {name}", got=arrays[name].dtype)
+    if np.asarray(arrays[name]).dtype.kind not in "iuf":
+        raise TangramError(
+            "array does not hold numbers",
+            where=f"{path}, {option} {name}".rstrip(),
+            got=np.asarray(arrays[name]).dtype,
+            expected="integers or floating-point numbers",
+        )
     return arrays[name]
 
 
@@ -139,12 +149,12 @@ def _drop_leading(values: npt.NDArray[np.float64], path: Path, name: str) -> npt
     shape = values.shape
     while values.ndim > 3 and values.shape[0] == 1:
         values = values[0]
-    if values.ndim != 3:
+    if values.ndim != 3 or not values.size:
         raise TangramError(
             "array has the wrong shape",
             where=f"{path}, array {name}",
             got=list(shape),
-            expected="[samples, layers, kv_heads]",
+            expected="[samples, layers, kv_heads], none of them 0",
         )
     return values
 
@@ -172,12 +182,12 @@ def _samples(
     if keys.meta is None:
         return tuple(Sample(f"{path.name}[{index}]", index, 0) for index in range(num_samples))
     meta = _array(arrays, keys.meta, path, option="--meta-key")
-    if len(meta) != num_samples:
+    if not meta.ndim or len(meta) != num_samples:
         raise TangramError(
             "array has the wrong length",
             where=f"{path}, --meta-key {keys.meta}",
-            got=len(meta),
-            expected=f"{num_samples} samples",
+            got=list(meta.shape),
+            expected=f"{num_samples} rows, one per sample",
         )
     rows = [tuple(row) for row in meta.reshape(num_samples, -1).tolist()]
     context_of = {row: index for index, row in enumerate(dict.fromkeys(rows))}

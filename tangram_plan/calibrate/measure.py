@@ -1,9 +1,10 @@
 """One sample: prefill, repeat, score, and what each KV head keeps."""
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -95,9 +96,10 @@ def score_sample(
         return torch.tensor([tokens], device=loaded.device)
 
     decoder = loaded.model.base_model  # without the language-model head
+    cache_name = name_of_cache(decoder)
     with torch.inference_mode():
         with observed(loaded.model, layers, prefill):
-            cache = decoder(input_ids=ids(prompt.context), use_cache=True).past_key_values
+            cache = getattr(decoder(input_ids=ids(prompt.context), use_cache=True), cache_name)
         unseen = sorted(set(layers) - set(mean_keys))
         if unseen:
             raise TangramError(
@@ -110,12 +112,17 @@ def score_sample(
         with observed(loaded.model, layers, repeat):
             for index, tokens in enumerate(passes):
                 context = cache if index == len(passes) - 1 else copy.deepcopy(cache)
-                decoder(input_ids=ids(tokens), past_key_values=context, use_cache=True)
+                decoder(input_ids=ids(tokens), use_cache=True, **{cache_name: context})
     rows = {scorer.name: [scores[scorer.name, layer] for layer in layers] for scorer in scorers}
     return (
         {name: torch.cat(values).cpu().numpy() for name, values in rows.items()},
         torch.cat([mean_keys[layer] for layer in layers]).cpu().numpy(),
     )
+
+
+def name_of_cache(decoder: Any) -> str:
+    """What this transformers release calls the KV cache, as an argument of forward and in its output."""
+    return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
 
 
 def check_scores(scores: ScoreArray, kv_heads: tuple[KVHead, ...], scorer: str) -> None:

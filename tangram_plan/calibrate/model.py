@@ -62,7 +62,7 @@ def load_model(model: str, *, device: str, name: str | None = None) -> LoadedMod
             "a package is missing", where="calibrate", got=error, fix="pip install 'tangram-plan[calibrate]'"
         ) from error
     _check_device(torch, device)
-    folder, gguf_file = _locate(model)
+    folder, gguf_file, own_name = _locate(model)
     source: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
     dtype = torch.float32 if gguf_file else "auto"
     try:
@@ -81,7 +81,7 @@ def load_model(model: str, *, device: str, name: str | None = None) -> LoadedMod
         ) from error
     loaded = loaded.eval().requires_grad_(requires_grad=False).to(device)
     return LoadedModel(
-        name=name or (model if folder == model and not Path(model).exists() else Path(model).resolve().stem),
+        name=name or own_name,
         shape=model_shape_from_config(loaded.config.to_dict(), model),
         weights=_hash_weights(loaded),
         model=loaded,
@@ -134,19 +134,19 @@ def _check_device(torch: Any, device: str) -> None:
         ) from error
 
 
-def _locate(model: str) -> tuple[str, str | None]:
-    """Folder or id, and the name of the GGUF file in it, if that is what shall be read."""
+def _locate(model: str) -> tuple[str, str | None, str]:
+    """Folder or id; the GGUF file in it, if that is what shall be read; and a name for the model."""
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
             raise TangramError("not a model file", where=model, expected="a .gguf file or a folder")
-        return str(path.parent), path.name
+        return str(path.parent), path.name, path.stem
     if path.is_dir():
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
         if (path / "config.json").is_file() and (any(path.glob("*.safetensors")) or not ggufs):
-            return str(path), None
+            return str(path), None, path.resolve().name
         if len(ggufs) == 1:
-            return str(path), ggufs[0]
+            return str(path), ggufs[0], path.resolve().name
         raise TangramError(
             "folder holds several GGUF files" if ggufs else "folder holds no model",
             where=model,
@@ -156,7 +156,7 @@ def _locate(model: str) -> tuple[str, str | None]:
         )
     if path.suffix == ".gguf" or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise TangramError("model does not exist", where=model, expected="a folder, a .gguf file or a Hugging Face id")
-    return model, None
+    return model, None, model
 
 
 def _hash_weights(model: Any) -> str:

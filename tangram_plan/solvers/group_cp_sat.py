@@ -17,7 +17,10 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
+from tangram_plan.ir import TangramError
+
 from .cp_sat_solver import deterministic_solver
+from .group_cp_sat_layers import solve_limited
 from .grouping_problem import COST_SCALE, Arc, GroupingProblem, GroupingSolution, cut
 from .path_bounds import bound_paths
 
@@ -29,25 +32,43 @@ class CpSatGrouping:
     """CP-SAT over all sizes of page."""
 
     def solve(self, problem: GroupingProblem) -> GroupingSolution:
-        """The best grouping found, with a bound over all sizes of page."""
-        candidates = {slots: list(problem.arcs(slots)) for slots in problem.feasible_page_slots()}
-        relaxed = {slots: bound_paths(arcs, problem.num_rows, problem.max_groups) for slots, arcs in candidates.items()}
-        best_slots = min(relaxed, key=lambda slots: (relaxed[slots].path_cost, slots))
-        best_path, best_cost = relaxed[best_slots].path, relaxed[best_slots].path_cost
-        bound = best_cost
-        for slots in sorted(relaxed, key=lambda slots: (relaxed[slots].lower, slots)):
-            if relaxed[slots].lower >= best_cost:
-                continue
-            useful = [
-                arc for arc, cost in zip(candidates[slots], relaxed[slots].through, strict=True) if cost < best_cost
-            ]
-            found, proven = _solve_paths(problem, useful, below=best_cost)
-            bound = min(bound, max(proven, relaxed[slots].lower))
-            if found:
-                best_slots, best_path, best_cost = slots, found, sum(arc.cost for arc in found)
-        groups = cut(problem.sorted_rows, [arc.end for arc in best_path])
-        status = "optimal" if bound >= best_cost else "feasible"
-        return GroupingSolution(groups, best_slots, best_cost / COST_SCALE, min(bound, best_cost) / COST_SCALE, status)
+        """The best grouping found, with a bound over all sizes of page.
+
+        Raises:
+            TangramError: groups per layer are limited, and groups stay inside layers or ranks share a law.
+        """
+        if problem.max_groups_per_layer is None:
+            return _solve_unlimited(problem)
+        if problem.within_layers or len(problem.ranks) > 1:
+            raise TangramError(
+                "groups per layer can only be limited for groups that span layers on one rank",
+                where="grouping.max_groups_per_layer",
+                got=problem.max_groups_per_layer,
+                expected="grouping.scope: model and tensor_parallel: 1",
+                fix="remove the limit",
+            )
+        return solve_limited(problem, problem.max_groups_per_layer, _solve_unlimited(problem))
+
+
+def _solve_unlimited(problem: GroupingProblem) -> GroupingSolution:
+    """Paths over the sorted rows, for every size of page that can still be better."""
+    candidates = {slots: list(problem.arcs(slots)) for slots in problem.feasible_page_slots()}
+    bounds = {slots: bound_paths(arcs, problem.num_rows, problem.max_groups) for slots, arcs in candidates.items()}
+    relaxed = {slots: found for slots, found in bounds.items() if found is not None}
+    best_slots = min(relaxed, key=lambda slots: (relaxed[slots].path_cost, slots))
+    best_path, best_cost = relaxed[best_slots].path, relaxed[best_slots].path_cost
+    bound = best_cost
+    for slots in sorted(relaxed, key=lambda slots: (relaxed[slots].lower, slots)):
+        if relaxed[slots].lower >= best_cost:
+            continue
+        useful = [arc for arc, cost in zip(candidates[slots], relaxed[slots].through, strict=True) if cost < best_cost]
+        found, proven = _solve_paths(problem, useful, below=best_cost)
+        bound = min(bound, max(proven, relaxed[slots].lower))
+        if found:
+            best_slots, best_path, best_cost = slots, found, sum(arc.cost for arc in found)
+    groups = cut(problem.sorted_rows, [arc.end for arc in best_path])
+    status = "optimal" if bound >= best_cost else "feasible"
+    return GroupingSolution(groups, best_slots, best_cost / COST_SCALE, min(bound, best_cost) / COST_SCALE, status)
 
 
 def _solve_paths(problem: GroupingProblem, arcs: list[Arc], *, below: int) -> tuple[tuple[Arc, ...], int]:

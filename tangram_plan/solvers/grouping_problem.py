@@ -125,6 +125,10 @@ class GroupingProblem:
         )
         return round(pages_cost * slots_per_page) + TABLE_COST
 
+    def least_member_cost(self, rho: int) -> float:
+        """Least that one KV head under this law takes of any group, whatever its size and page: no grouping costs less than their sum."""
+        return min(self.cost(rho, size, slots) / size for slots in self.page_slots for size in dominant_sizes(slots))
+
     def arcs(self, slots: int) -> Iterator[Arc]:
         """Every group over the sorted rows that an optimal path may need, for one size of page."""
         rows, ends = self.sorted_rows, self.bounds(self.sorted_rows)

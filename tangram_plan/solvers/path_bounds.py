@@ -33,46 +33,44 @@ class PathBounds(NamedTuple):
     through: tuple[int, ...]
 
 
-def bound_paths(arcs: Sequence[Arc], num_rows: int, max_arcs: int) -> PathBounds:
-    """Bounds for paths from row 0 to `num_rows`, if one of at most `max_arcs` arcs exists.
+def bound_paths(arcs: Sequence[Arc], num_rows: int, max_arcs: int) -> PathBounds | None:
+    """Bounds for paths from row 0 to `num_rows`; None if no path has so few arcs.
 
     Args:
-        arcs: by rising start.
+        arcs: by rising start; they connect row 0 with `num_rows`.
         num_rows: the end of the path.
         max_arcs: K.
     """
-    path = _cheapest(arcs, num_rows, price := 0)
-    best_path, best_price, best_lower = path, 0, _cost(path)
+    path = _cheapest(arcs, num_rows, 0)
+    price, lower = 0, _cost(path)
+    most = lower + 1  # at this price no saving is worth another arc
     low, high = 0, 1
-    while len(path) > max_arcs:  # a price that is high enough for a path of at most K arcs
-        low, high = price, max(1, 2 * price)
-        path = _cheapest(arcs, num_rows, price := high)
-    best_path = path
+    while len(path) > max_arcs:  # find a price that is high enough for a path of at most K arcs
+        if low >= most:
+            return None
+        low, high = high, 2 * high
+        path = _cheapest(arcs, num_rows, low)
+    best_path, low, high = path, low // 2, low
     while high - low > 1:
-        path = _cheapest(arcs, num_rows, price := (low + high) // 2)
-        lower = _cost(path) + price * (len(path) - max_arcs)
-        if lower > best_lower:
-            best_price, best_lower = price, lower
+        middle = (low + high) // 2
+        path = _cheapest(arcs, num_rows, middle)
+        bound = _cost(path) + middle * (len(path) - max_arcs)
+        if bound > lower:
+            price, lower = middle, bound
         if len(path) > max_arcs:
-            low = price
+            low = middle
         else:
-            high = price
+            high = middle
             best_path = min(best_path, path, key=_cost)
-    forward = _distances(arcs, num_rows, best_price)
-    backward = _distances(
-        [Arc(num_rows - a.end, num_rows - a.start, a.cost) for a in reversed(_by_end(arcs))], num_rows, best_price
-    )
-    slack = best_price * (1 - max_arcs)
-    through = tuple(forward[a.start] + a.cost + backward[num_rows - a.end] + slack for a in arcs)
-    return PathBounds(best_lower, best_path, _cost(best_path), through)
+    forward = _distances(arcs, num_rows, price)
+    mirrored = sorted(Arc(num_rows - arc.end, num_rows - arc.start, arc.cost) for arc in arcs)
+    backward = _distances(mirrored, num_rows, price)
+    through = tuple(forward[a.start] + a.cost + price + backward[num_rows - a.end] - price * max_arcs for a in arcs)
+    return PathBounds(lower, best_path, _cost(best_path), through)
 
 
 def _cost(path: Sequence[Arc]) -> int:
     return sum(arc.cost for arc in path)
-
-
-def _by_end(arcs: Sequence[Arc]) -> list[Arc]:
-    return sorted(arcs, key=lambda arc: (arc.end, arc.start))
 
 
 def _distances(arcs: Sequence[Arc], num_rows: int, price: int) -> list[int]:

@@ -1,0 +1,343 @@
+"""Small ragged decode problems for the generated kernels of a plan, run and compared with the reference.
+
+What makes them hard on purpose: requests of 0, 1 and about a page and a tile of tokens, a prompt that is only partly computed,
+padded rows, pages in scattered order, fewer tiles than CTAs, and a pool in which every slot without a token is NaN.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from tangram_plan.ir import KVHead, MismatchError, Plan, Schedule
+
+from .kernel_modules import HEAD_TABLES_NAME, QUEUE_NAME, kernel_files, kernel_name, load_module
+from .reference import (
+    HeadPlace,
+    PageTable,
+    decode_attention,
+    lay_out_pages,
+    local_heads,
+    page_views,
+    slots_of,
+    torch_dtype,
+)
+
+MAX_LAYERS = 3  # of every GQA ratio
+MAX_HEADS = 4  # of every layer
+MAX_TOKENS = 600  # of a request, roughly: the interpreter is slow
+FEW_CTAS = 7  # fewer than tiles, so that a CTA crosses from pair to pair
+
+Batch = Sequence[tuple[int, int]]  # (prompt tokens, tokens so far) per request
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of one decode step for some KV heads of one layer and rank; R requests, D elements a head.
+
+    Args:
+        places: the KV heads.
+        q: [R, len(places) * gqa_ratio, D].
+        pool: flat.
+        page_table: of the batch.
+        prompt_tokens: int32 [R].
+        num_tokens: int32 [R].
+        expected: float64 [R, len(places) * gqa_ratio, D], by the reference.
+    """
+
+    places: tuple[HeadPlace, ...]
+    q: torch.Tensor
+    pool: torch.Tensor
+    page_table: PageTable
+    prompt_tokens: torch.Tensor
+    num_tokens: torch.Tensor
+    expected: torch.Tensor
+
+    @property
+    def batch(self) -> Batch:
+        """(prompt tokens, tokens so far) per request."""
+        return list(zip(self.prompt_tokens.tolist(), self.num_tokens.tolist(), strict=True))
+
+
+class GeneratedKernels:
+    """The generated modules of an artefact, in a process in which Triton interprets (or on a GPU).
+
+    Args:
+        directory: artefact directory.
+        plan: its plan.
+    """
+
+    def __init__(self, directory: Path, plan: Plan) -> None:
+        self.plan = plan
+        self.tables = load_module(directory, HEAD_TABLES_NAME)
+        self.modules = {path.stem: load_module(directory, path.stem) for path in kernel_files(directory)}
+
+    def tile_queue(self, batch: Batch, layers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Cumulative tiles of a batch: for every layer, given as the head groups of its KV heads, int32 [R * num_kv_heads + 1]."""
+        group_id = _int32([group for layer in layers for group in layer])
+        starts = [sum(map(len, layers[:layer])) for layer in range(len(layers) + 1)]
+        tile_indptr = torch.full((len(batch) * group_id.numel() + len(layers),), -1, dtype=torch.int32)
+        prompts, totals = _int32([prompt for prompt, _ in batch]), _int32([total for _, total in batch])
+        rho = self.tables.group_tables("cpu").rho
+        self.modules[QUEUE_NAME].launch(prompts, totals, _int32(starts), group_id, rho, tile_indptr)
+        ends = [len(batch) * end + layer + 1 for layer, end in enumerate(starts[1:])]
+        return [tile_indptr[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    def run_tile_queue(self, problem: Problem, tile_indptr: torch.Tensor, num_ctas: int) -> torch.Tensor:
+        """Attention output of a problem by tile queue; every buffer is NaN beforehand."""
+        decode, merge = self._pair_of(Schedule.TILE_QUEUE, problem)
+        num_slots = num_ctas + problem.q.shape[0] * len(problem.places)
+        partial_out, partial_lse, out = _buffers((num_slots,), problem)
+        decode.launch(*self._inputs(problem), tile_indptr, partial_out, partial_lse, num_ctas=num_ctas)
+        merge.launch(partial_out, partial_lse, tile_indptr, out, num_kv_heads=len(problem.places), num_ctas=num_ctas)
+        return out
+
+    def run_static_splits(self, problem: Problem, splits: Sequence[int]) -> torch.Tensor:
+        """Attention output of a problem by so many splits per KV head; every buffer is NaN beforehand."""
+        decode, merge = self._pair_of(Schedule.STATIC_SPLITS, problem)
+        split_head = _int32([head for head, num_splits in enumerate(splits) for _ in range(num_splits)])
+        split_indptr = _int32([sum(splits[:head]) for head in range(len(splits) + 1)])
+        partial_out, partial_lse, out = _buffers((problem.q.shape[0], sum(splits)), problem)
+        decode.launch(*self._inputs(problem), split_head, split_indptr, partial_out, partial_lse)
+        merge.launch(partial_out, partial_lse, split_indptr, out)
+        return out
+
+    def gqa_ratios(self) -> set[int]:
+        """Query heads per KV head that decode kernels were generated for."""
+        return {int(module.GQA_RATIO.value) for name, module in self.modules.items() if name.startswith("decode")}
+
+    def _pair_of(self, schedule: Schedule, problem: Problem) -> tuple[ModuleType, ModuleType]:
+        decode, merge = names_of(self.plan, schedule, problem.q.shape[1] // len(problem.places))
+        return self.modules[decode], self.modules[merge]
+
+    def _inputs(self, problem: Problem) -> tuple[torch.Tensor, ...]:
+        table, lengths = problem.page_table, (problem.prompt_tokens, problem.num_tokens)
+        heads = (
+            _int32([place.group_id for place in problem.places]),
+            _int32([place.column for place in problem.places]),
+        )
+        return (
+            problem.q,
+            problem.pool,
+            table.page_ids,
+            table.page_indptr,
+            *lengths,
+            *heads,
+            *self.tables.group_tables("cpu"),
+        )
+
+
+def verify_head_tables(directory: Path, plan: Plan) -> None:
+    """Checks the constants of the generated head tables, of every rank and layer.
+
+    Raises:
+        MismatchError: if one is not what the plan says.
+    """
+    tables = load_module(directory, HEAD_TABLES_NAME)
+    groups = plan.grouping.groups
+    expected: dict[str, object] = {
+        "PLANNED_LAYERS": plan.model.planned_layers,
+        "TENSOR_PARALLEL": plan.tensor_parallel,
+        "RHO": tuple(group.rho for group in groups),
+        "TOKENS_PER_PAGE": tuple(plan.layout.tokens_per_page(group.num_members) for group in groups),
+    }
+    ranks_and_layers = [(rank, layer) for rank in range(plan.tensor_parallel) for layer in plan.model.planned_layers]
+    places = {key: local_heads(plan, *key) for key in ranks_and_layers}
+    expected["GROUP_ID"] = {key: tuple(place.group_id for place in found) for key, found in places.items()}
+    expected["COLUMN"] = {key: tuple(place.column for place in found) for key, found in places.items()}
+    expected["SPLITS"] = {
+        (planned.batch, rank, layer): tuple(
+            planned.splits[KVHead(layer, rank * len(found) + head)] for head in range(len(found))
+        )
+        for planned in plan.partition.static_splits
+        for (rank, layer), found in places.items()
+    }
+    for name, value in expected.items():
+        if getattr(tables, name) != value:
+            raise MismatchError(
+                "generated constant is not the plan's",
+                where=f"{HEAD_TABLES_NAME}.py, {name}",
+                fix="build the artefact again",
+            )
+
+
+def make_problem(plan: Plan, places: Sequence[HeadPlace], gqa_ratio: int, batch: Batch, *, seed: int = 0) -> Problem:
+    """Random keys and values for these KV heads in a pool that is NaN elsewhere, and what attention makes of them."""
+    generator = torch.Generator().manual_seed(seed)
+    layout, dtype = plan.layout, torch_dtype(plan.layout)
+    prompts, totals = [prompt for prompt, _ in batch], [total for _, total in batch]
+    groups = {place.group_id for place in places}
+    num_pages = sum(plan.group_pages(group_id, *request) for request in batch for group_id in groups)
+    page_table = lay_out_pages(
+        plan, prompts, totals, free_pages=torch.randperm(num_pages, generator=generator), groups=groups
+    )
+    pool = torch.full((max(1, num_pages) * layout.page_elements,), float("nan"), dtype=dtype)
+    views = page_views(pool, layout)
+    for request, lengths in enumerate(batch):
+        for group_id, column in places:
+            held = plan.group_tokens(group_id, *lengths)
+            tokens_per_page = layout.tokens_per_page(plan.grouping.groups[group_id].num_members)
+            page_ids = page_table.pages(request * len(plan.grouping.groups) + group_id)
+            where = slots_of(page_ids, column, tokens_per_page, held)
+            views.keys[where] = torch.randn(held, layout.head_dim, generator=generator).to(dtype)
+            views.values[where] = torch.randn(held, layout.head_dim, generator=generator).to(dtype)
+    q = torch.randn(len(batch), len(places) * gqa_ratio, layout.head_dim, generator=generator).to(dtype)
+    expected = decode_attention(
+        plan, places, q.double(), pool, page_table, prompts, totals, compute_dtype=torch.float64
+    )
+    return Problem(tuple(places), q, pool, page_table, _int32(prompts), _int32(totals), expected)
+
+
+def edge_batch(plan: Plan, places: Sequence[HeadPlace]) -> Batch:
+    """Requests whose lengths lie about the edges of pages and tiles. After a prompt of 1, n tokens are n tokens in every group."""
+    sizes = {plan.layout.tokens_per_page(plan.grouping.groups[place.group_id].num_members) for place in places}
+    edges = {min(sizes), min(MAX_TOKENS, max(sizes)), min(MAX_TOKENS, plan.partition.tile_tokens)}
+    lengths = sorted({edge + step for edge in edges for step in (-1, 0, 1)})
+    prompt = MAX_TOKENS + 37
+    return [
+        (77, 0),
+        (1, 1),
+        *((1, n) for n in lengths),
+        (prompt, prompt // 2),
+        (0, 0),
+        (prompt, prompt),
+        (prompt, prompt + 9),
+    ]
+
+
+def max_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest norm of a row's difference over the row's norm; infinite for NaN, and for rows that should be zero and are not."""
+    difference = (actual.double() - expected.double()).norm(dim=-1).nan_to_num(nan=float("inf"))
+    norm = expected.double().norm(dim=-1)
+    relative = torch.where(difference == 0, 0.0, difference / norm)
+    return float(relative.max()) if relative.numel() else 0.0
+
+
+def expected_queue(plan: Plan, batch: Batch, group_ids: Sequence[int]) -> torch.Tensor:
+    """Cumulative tiles of one layer, given as the head groups of its KV heads, by the page law: int32 [R * num_kv_heads + 1]."""
+    tile = plan.partition.tile_tokens
+    tiles = [-(-plan.group_tokens(group_id, *request) // tile) for request in batch for group_id in group_ids]
+    return _int32([0, *tiles]).cumsum(0, dtype=torch.int32)
+
+
+def names_of(plan: Plan, schedule: Schedule, gqa_ratio: int) -> tuple[str, str]:
+    """The decode and the merge kernel of a schedule."""
+    return (
+        kernel_name("decode", schedule, plan.layout, gqa_ratio),
+        kernel_name("merge", schedule, plan.layout, gqa_ratio),
+    )
+
+
+def sample_layers(plan: Plan) -> list[int]:
+    """A few planned layers: those with the highest and the lowest rho and the largest group, then the first ones."""
+    groups = plan.grouping.groups
+
+    def of_layer(layer: int) -> list[int]:
+        return [place.group_id for place in local_heads(plan, 0, layer)]
+
+    layers = plan.model.planned_layers
+    extremes = [
+        max(layers, key=lambda layer: max(groups[g].rho for g in of_layer(layer))),
+        min(layers, key=lambda layer: min(groups[g].rho for g in of_layer(layer))),
+        max(layers, key=lambda layer: max(groups[g].num_members for g in of_layer(layer))),
+    ]
+    return list(dict.fromkeys([*extremes, *layers]))[:MAX_LAYERS]
+
+
+def sample_heads(plan: Plan, places: Sequence[HeadPlace]) -> list[int]:
+    """A few local heads of a layer: those with the highest and the lowest rho and the last column, then the first ones."""
+    heads = range(len(places))
+    extremes = [
+        max(heads, key=lambda head: plan.grouping.groups[places[head].group_id].rho),
+        min(heads, key=lambda head: plan.grouping.groups[places[head].group_id].rho),
+        max(heads, key=lambda head: places[head].column),
+    ]
+    return sorted(list(dict.fromkeys([*extremes, *heads]))[:MAX_HEADS])
+
+
+def run_all(directory: Path, plan: Plan) -> dict[str, dict[str, object]]:
+    """Finds the largest error of every generated kernel, and why one does not run.
+
+    Returns:
+        {name: {"max_error": ..., "failure": ...}}; what was not found is not there.
+    """
+    kernels = GeneratedKernels(directory, plan)
+    findings: dict[str, dict[str, object]] = {}
+    for names, attempt in _attempts(kernels):
+        try:
+            found: dict[str, object] = {"max_error": attempt()}
+        except Exception as error:  # whatever the interpreter raises is the finding
+            found = {"failure": f"in the interpreter: {type(error).__name__}: {error}".splitlines()[0]}
+        for name in names:  # decode and merge share an output: which of the two is wrong, it does not tell
+            findings[name] = _worse(findings.get(name, {}), found)
+    return findings
+
+
+def _worse(one: dict[str, object], other: dict[str, object]) -> dict[str, object]:
+    errors = [float(str(found["max_error"])) for found in (one, other) if "max_error" in found]
+    return one | other | ({"max_error": max(errors)} if errors else {})
+
+
+def _attempts(kernels: GeneratedKernels) -> Iterator[tuple[tuple[str, ...], Callable[[], float]]]:
+    """Every run of the check, as (the kernels that it is about, what runs them and returns the error)."""
+    plan = kernels.plan
+    yield (QUEUE_NAME,), partial(_queue_error, kernels)
+    for gqa_ratio in sorted(
+        {plan.model.layers[layer].gqa_ratio for layer in plan.model.planned_layers} | kernels.gqa_ratios()
+    ):
+        for layer in sample_layers(plan):
+            all_places = local_heads(plan, 0, layer)
+            heads = sample_heads(plan, all_places)
+            places = [all_places[head] for head in heads]
+            problem = make_problem(plan, places, gqa_ratio, edge_batch(plan, places), seed=layer)
+            few_tiles = make_problem(plan, places, gqa_ratio, [(1, 1)], seed=layer)
+            no_tiles = make_problem(plan, places, gqa_ratio, [(77, 0)], seed=layer)
+            names = names_of(plan, Schedule.TILE_QUEUE, gqa_ratio)
+            yield names, partial(_tile_queue_error, kernels, problem, FEW_CTAS)
+            yield names, partial(_tile_queue_error, kernels, few_tiles, plan.partition.num_ctas)
+            yield names, partial(_tile_queue_error, kernels, no_tiles, FEW_CTAS)
+            names = names_of(plan, Schedule.STATIC_SPLITS, gqa_ratio)
+            for planned in plan.partition.static_splits[-1:]:
+                splits = [planned.splits[KVHead(layer, head)] for head in heads]
+                yield names, partial(_static_splits_error, kernels, problem, splits)
+                yield names, partial(_static_splits_error, kernels, no_tiles, splits)
+
+
+def _queue_error(kernels: GeneratedKernels) -> float:
+    """0 if the tile counts of all layers and ranks are exactly those of the page law, else infinite."""
+    plan = kernels.plan
+    batch = [(prompt, prompt) for prompt in (0, 1, 15, 16, 17, 1000, 32767, 32768, 131071, 2**20)]
+    batch += [(77, 0), (1, 33), (5000, 1234), (70000, 70003)]
+    for rank in range(plan.tensor_parallel):
+        layers = [[place.group_id for place in local_heads(plan, rank, layer)] for layer in plan.model.planned_layers]
+        for layer, found in zip(layers, kernels.tile_queue(batch, layers), strict=True):
+            if not torch.equal(found, expected_queue(plan, batch, layer)):
+                return float("inf")
+    return 0.0
+
+
+def _tile_queue_error(kernels: GeneratedKernels, problem: Problem, num_ctas: int) -> float:
+    tile_indptr = expected_queue(kernels.plan, problem.batch, [place.group_id for place in problem.places])
+    return max_error(kernels.run_tile_queue(problem, tile_indptr, num_ctas), problem.expected)
+
+
+def _static_splits_error(kernels: GeneratedKernels, problem: Problem, splits: Sequence[int]) -> float:
+    return max_error(kernels.run_static_splits(problem, splits), problem.expected)
+
+
+def _int32(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _buffers(slots: tuple[int, ...], problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """NaN-filled partial results (float32 [*slots, gqa_ratio, D]), their logarithms, and output."""
+    gqa_ratio, head_dim = problem.q.shape[1] // len(problem.places), problem.q.shape[2]
+    nan = float("nan")
+    return (
+        torch.full((*slots, gqa_ratio, head_dim), nan),
+        torch.full((*slots, gqa_ratio), nan),
+        torch.full_like(problem.q, nan),
+    )

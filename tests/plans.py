@@ -1,0 +1,91 @@
+"""Small plans, built by hand."""
+
+from collections.abc import Sequence
+
+from tangram_plan.ir import (
+    ORIGINAL_ORDER,
+    BudgetTable,
+    CtaPartition,
+    HeadGroup,
+    HeadGrouping,
+    KVDtype,
+    KVHead,
+    LayerKind,
+    LayerShape,
+    ModelShape,
+    PageLayout,
+    Plan,
+    Provenance,
+    StaticSplits,
+)
+
+MANUAL = Provenance(
+    profile="hand", profile_hash="", rule="hand", grouping_solver="hand", partition_solver="hand", seed=0
+)
+
+
+def build_plan(
+    *,
+    num_layers: int = 3,
+    num_kv_heads: int = 4,
+    gqa_ratio: int = 3,
+    head_dim: int = 64,
+    dtype: KVDtype = KVDtype.FLOAT32,
+    page_slots: int = 64,
+    tensor_parallel: int = 1,
+    sink_tokens: int = 4,
+    window_tokens: int = 8,
+    rho: Sequence[int] = (65536, 20000, 3000, 0),
+    group_sizes: Sequence[int] | None = None,
+    tile_tokens: int = 32,
+    num_ctas: int = 12,
+    splits: Sequence[int] = (3, 1, 2),
+    batches: Sequence[int] = (1, 4),
+) -> Plan:
+    """A plan whose groups take KV heads in a fixed scattered order, so that they span layers.
+
+    Args:
+        rho: part kept of the groups, falling; the last one goes on to all further groups.
+        group_sizes: members per rank of each group; by default 1, 2, 3, 1, 2, 3 ... until all KV heads are placed.
+        splits: static splits, dealt out to the KV heads in turn.
+    """
+    layer_shape = LayerShape(LayerKind.FULL, num_kv_heads, num_kv_heads * gqa_ratio, 0)
+    layers = tuple(LayerShape(layer_shape.kind, num_kv_heads, layer_shape.num_q_heads, i) for i in range(num_layers))
+    model = ModelShape("hand", layers, head_dim)
+    local = num_kv_heads // tensor_parallel
+    ranks = []
+    for rank in range(tensor_parallel):
+        heads = [KVHead(layer, rank * local + head) for head in range(local) for layer in range(num_layers)]
+        ranks.append(heads[rank:] + heads[:rank])  # not the same order on every rank
+    sizes = list(group_sizes or [])
+    while sum(sizes) < num_layers * local:
+        sizes.append(min(len(sizes) % 3 + 1, num_layers * local - sum(sizes)))
+    groups, start = [], 0
+    for i, size in enumerate(sizes):
+        members = tuple(tuple(heads[start : start + size]) for heads in ranks)
+        groups.append(HeadGroup(rho[min(i, len(rho) - 1)], members))
+        start += size
+    kv_heads = list(model.kv_heads())
+    return Plan(
+        model=model,
+        tensor_parallel=tensor_parallel,
+        head_order=ORIGINAL_ORDER,
+        budgets=BudgetTable(
+            sink_tokens, window_tokens, {h: g.rho for g in groups for m in g.members_by_rank for h in m}
+        ),
+        grouping=HeadGrouping(tuple(groups), page_slots),
+        layout=PageLayout(page_slots, head_dim, dtype),
+        partition=CtaPartition(
+            device="hand",
+            num_ctas=num_ctas,
+            tile_tokens=tile_tokens,
+            static_splits=tuple(
+                StaticSplits(batch, {h: splits[i % len(splits)] for i, h in enumerate(kv_heads)}) for batch in batches
+            ),
+            choices=(),
+        ),
+        scorer="hand",
+        compress_chunk_tokens=8192,
+        max_new_tokens=1024,
+        provenance=MANUAL,
+    )

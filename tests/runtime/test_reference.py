@@ -1,0 +1,96 @@
+import pytest
+
+pytest.importorskip("torch", reason="the reference is plain torch")
+
+import torch
+
+from tangram_plan.ir import KVDtype, PageLayout
+from tangram_plan.runtime.kernel_problem import make_problem, max_error
+from tangram_plan.runtime.reference import (
+    attend,
+    decode_attention,
+    lay_out_pages,
+    local_heads,
+    page_views,
+    slots_of,
+    torch_dtype,
+)
+from tests.plans import build_plan
+
+
+@pytest.mark.parametrize("dtype", list(KVDtype))
+def test_parts_of_a_page_fill_it_without_overlap(dtype: KVDtype) -> None:
+    layout = PageLayout(page_slots=32, head_dim=24, dtype=dtype)
+    pool = torch.zeros(3 * layout.page_elements, dtype=torch_dtype(layout))
+    views = page_views(pool, layout)
+    assert [part.shape for part in views] == [(3, 32, 24), (3, 32, 24), (3, 32), (3, 32)]
+    assert sum(part[0].numel() * part.element_size() for part in views) == layout.page_bytes
+    for number, part in enumerate(views, start=1):
+        part.fill_(number)
+    for number, part in enumerate(views, start=1):
+        assert bool((part == number).all())
+
+
+def test_pages_follow_the_page_law() -> None:
+    plan = build_plan()
+    batch = [(100, 100), (77, 0), (1, 200)]
+    table = lay_out_pages(plan, *zip(*batch, strict=True), free_pages=torch.arange(1000, 0, -1))
+    counts = table.page_indptr.diff().tolist()
+    num_groups = len(plan.grouping.groups)
+    assert counts == [plan.group_pages(group_id, *request) for request in batch for group_id in range(num_groups)]
+    assert table.page_ids.tolist() == list(range(1000, 1000 - sum(counts), -1))
+
+
+def test_every_local_head_has_its_place() -> None:
+    plan = build_plan(tensor_parallel=2)
+    found = {
+        (rank, *place)
+        for rank in range(2)
+        for layer in plan.model.planned_layers
+        for place in local_heads(plan, rank, layer)
+    }
+    assert found == {(rank, group_id, column) for rank, group_id, column, _ in plan.grouping.columns()}
+
+
+def test_slots_are_those_of_the_page_layout() -> None:
+    pages, slots = slots_of(torch.tensor([7, 5]), column=2, tokens_per_page=16, num_tokens=18)
+    assert pages.tolist() == [7] * 16 + [5] * 2
+    assert slots.tolist() == [*range(32, 48), 32, 33]
+
+
+def test_attention_of_a_paged_head_is_attention_of_its_tokens() -> None:
+    plan = build_plan(gqa_ratio=2)
+    places = local_heads(plan, 0, 0)
+    problem = make_problem(plan, places, 2, [(40, 45), (9, 0)])
+    views = page_views(problem.pool, plan.layout)
+    for head, (group_id, column) in enumerate(places):
+        pages = problem.page_table.pages(group_id)
+        tokens_per_page = plan.layout.tokens_per_page(plan.grouping.groups[group_id].num_members)
+        where = slots_of(pages, column, tokens_per_page, plan.group_tokens(group_id, 40, 45))
+        q = problem.q[0, 2 * head : 2 * head + 2]
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q[None], views.keys[where][None], views.values[where][None]
+        )
+        assert max_error(problem.expected[0, 2 * head : 2 * head + 2], expected[0]) < 1e-5
+    assert bool((problem.expected[1] == 0).all())  # a padded row
+
+
+def test_one_head_gone_wrong_changes_only_that_head() -> None:
+    """Per-head data is found by the rank's own heads: what stands in one head's slots changes that head alone."""
+    plan = build_plan(tensor_parallel=2, gqa_ratio=2)
+    places = local_heads(plan, 1, 2)
+    problem = make_problem(plan, places, 2, [(60, 61)])
+    group_id, column = places[1]
+    tokens_per_page = plan.layout.tokens_per_page(plan.grouping.groups[group_id].num_members)
+    page = problem.page_table.pages(group_id)[0]
+    page_views(problem.pool, plan.layout).values[page, column * tokens_per_page] += 100
+    out = decode_attention(
+        plan, places, problem.q.double(), problem.pool, problem.page_table, [60], [61], compute_dtype=torch.float64
+    )
+    changed = (out != problem.expected).any(-1)[0].tolist()
+    assert changed == [False, False, True, True]
+
+
+def test_no_token_gives_zeros() -> None:
+    nothing = torch.zeros(0, 8)
+    assert bool((attend(torch.ones(3, 8), nothing, nothing, 1.0) == 0).all())
