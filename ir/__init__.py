@@ -10,6 +10,7 @@ from .memory_use import REPORT_CONTEXTS, MemoryUse, memory_use
 from .model_shape import KVHead, LayerKind, LayerShape, ModelShape
 from .page_law import PAGE_TOKEN_ALIGNMENT, RHO_ONE, RetentionLaw, pages, tokens_per_page
 from .page_layout import KVDtype, PageLayout
+from .paths import user_path
 from .plan import Plan, Provenance
 from .text import parse_plan, plan_hash, print_json, print_plan
 from .verify import (
@@ -63,6 +64,7 @@ __all__ = [
     "print_plan",
     "seal_artefact",
     "tokens_per_page",
+    "user_path",
     "verify_budgets",
     "verify_grouping",
     "verify_head_order",

@@ -69,7 +69,7 @@ def make_manifest(plan: Plan, files: dict[str, str]) -> Manifest:
 def seal_artefact(directory: Path, plan: Plan) -> None:
     """Write the manifest over everything that lies in an artefact's directory: the last step of a build."""
     files = {path: _sha256(directory / path) for path in _artefact_files(directory)}
-    (directory / MANIFEST).write_text(print_json(make_manifest(plan, files).model_dump()))
+    (directory / MANIFEST).write_text(print_json(make_manifest(plan, files).model_dump()), encoding="utf-8")
 
 
 def load_artefact(directory: Path) -> Plan:
@@ -99,7 +99,7 @@ def load_artefact(directory: Path) -> Plan:
             )
     if PLAN not in manifest.files:
         raise MismatchError("artefact has no plan", where=str(directory), expected=PLAN, fix="build it again")
-    plan = parse_plan((directory / PLAN).read_text(), where=str(directory / PLAN))
+    plan = parse_plan((directory / PLAN).read_text(encoding="utf-8"), where=str(directory / PLAN))
     expected = make_manifest(plan, manifest.files)
     for field in Manifest.model_fields:
         if getattr(manifest, field) != getattr(expected, field):
@@ -120,14 +120,14 @@ def artefact_strangers(directory: Path) -> list[str]:
     try:
         known = _read_manifest(directory).files
     except TangramError:
-        return [*present, MANIFEST] if (directory / MANIFEST).exists() else present
+        return _files(directory)  # no artefact: nothing here is ours, a folder called `reports` neither
     return [path for path in present if path not in known]
 
 
 def _read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
-        return Manifest.model_validate_json(path.read_text())
+        return Manifest.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise TangramError(
             "not an artefact",
@@ -147,10 +147,15 @@ def _read_manifest(directory: Path) -> Manifest:
 
 def _artefact_files(directory: Path) -> list[str]:
     """Relative paths of the files that a manifest vouches for."""
-    paths = sorted(str(PurePosixPath(path.relative_to(directory))) for path in directory.rglob("*") if path.is_file())
     return [
-        path for path in paths if path != MANIFEST and not path.startswith(f"{REPORTS}/") and "__pycache__" not in path
+        path
+        for path in _files(directory)
+        if path != MANIFEST and not path.startswith(f"{REPORTS}/") and "__pycache__" not in path.split("/")
     ]
+
+
+def _files(directory: Path) -> list[str]:
+    return sorted(str(PurePosixPath(path.relative_to(directory))) for path in directory.rglob("*") if path.is_file())
 
 
 def _sha256(path: Path) -> str:

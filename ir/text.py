@@ -55,6 +55,8 @@ def parse_plan(text: str, *, where: str) -> Plan:
         raise TangramError(
             "plan is not JSON", where=f"{where}:{error.lineno}", got=error.msg, fix="build it again"
         ) from error
+    except RecursionError as error:
+        raise TangramError("plan is nested too deeply", where=where, fix="build it again") from error
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
         got = raw.get("schema") if isinstance(raw, dict) else type(raw).__name__
         raise TangramError(
@@ -62,11 +64,12 @@ def parse_plan(text: str, *, where: str) -> Plan:
         )
     try:
         plan = _plan_from_json(raw)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        canonical = print_plan(plan)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise TangramError(
             "plan is damaged", where=where, got=f"{type(error).__name__} {error}", fix="build it again"
         ) from error
-    if print_plan(plan) != text:
+    if canonical != text:
         raise TangramError(
             "plan has unknown fields or was edited",
             where=where,

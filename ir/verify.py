@@ -30,6 +30,8 @@ def verify_model_shape(shape: ModelShape) -> None:
                 where=where,
                 got=f"{layer.num_q_heads} over {layer.num_kv_heads}",
             )
+        if layer.kind is LayerKind.SHARED and not 0 <= layer.kv_owner < index:
+            raise VerifyError("a shared layer reads no earlier layer", where=where, got=f"owner {layer.kv_owner}")
         if layer.kind is LayerKind.SHARED and shape.layers[layer.kv_owner].kind is LayerKind.SHARED:
             raise VerifyError("a shared layer reads another shared layer", where=where, got=f"owner {layer.kv_owner}")
         if layer.kind is not LayerKind.SHARED and layer.kv_owner != index:
@@ -118,6 +120,9 @@ def verify_layout(layout: PageLayout, grouping: HeadGrouping, shape: ModelShape)
 
 def verify_partition(partition: CtaPartition, shape: ModelShape, tensor_parallel: int) -> None:
     """Every KV head has a split for every batch size, no layer has more splits than CTAs, and one schedule was chosen for each case."""
+    sizes = [static.batch for static in partition.static_splits]
+    if not sizes or sizes[0] < 1 or sizes != sorted(set(sizes)):
+        raise VerifyError("batch sizes do not rise from 1 on", where="partition", got=sizes)
     for static in partition.static_splits:
         where = f"static splits for batch {static.batch}"
         _check_same_heads(static.splits, shape, what="a split")

@@ -5,14 +5,14 @@ retained_*  float64 [samples, ratios, kv_heads] for every level that was measure
 mean_keys   float32 [kv_heads, head_dim], optional
 """
 
+import contextlib
 import io
 import os
-import zipfile
 from importlib import resources
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from tangram_plan.ir import KVHead, TangramError
 
@@ -32,9 +32,9 @@ class _Header(BaseModel):
     model: str
     model_fingerprint: str
     scorer: str
-    kv_heads: list[list[int]]
+    kv_heads: list[tuple[int, int]]
     ratios: list[float]
-    samples: list[list[str | int]]
+    samples: list[tuple[str, int, int]]
 
 
 def find_profile(name: str, *, relative_to: Path = Path()) -> Path:
@@ -54,10 +54,10 @@ def find_profile(name: str, *, relative_to: Path = Path()) -> Path:
                 "no such built-in profile", where="profile", got=name, expected=available or "none ships"
             )
         return path
-    path = relative_to / Path(name).expanduser()
-    for candidate in (path, path.with_name(path.name + ".npz"), path / f"{DEFAULT_SCORER}.npz"):
-        if candidate.is_file():
-            return candidate
+    path = relative_to / os.path.expanduser(name)  # noqa: PTH111 - unlike Path's, leaves an unknown ~user alone
+    for candidate in (str(path), f"{path}.npz", str(path / f"{DEFAULT_SCORER}.npz")):
+        if os.path.isfile(candidate):  # noqa: PTH113 - unlike Path's, also False for names that are too long
+            return Path(candidate)
     raise TangramError(
         "profile does not exist",
         where=str(path),
@@ -73,15 +73,15 @@ def load_profile(path: Path) -> Profile:
         TangramError: the file cannot be read, is not a profile, or holds values that no measurement gives.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             header = _Header.model_validate_json(str(arrays["header"]))
             retained = {level: arrays[f"retained_{level}"] for level in Level if f"retained_{level}" in arrays}
             mean_keys = arrays["mean_keys"] if "mean_keys" in arrays else None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, ValidationError) as error:
+    except Exception as error:  # damaged files make numpy, zipfile, zlib and pydantic raise a dozen kinds
         raise TangramError(
             "not a profile file",
             where=str(path),
-            got=str(error).splitlines()[0],
+            got=str(error).partition("\n")[0] or type(error).__name__,
             expected=f"an .npz file of format {FORMAT}",
             fix="arrays of other tools come in by `tangram-plan profile import`",
         ) from error
@@ -93,9 +93,7 @@ def load_profile(path: Path) -> Profile:
         scorer=header.scorer,
         kv_heads=tuple(KVHead(layer, head) for layer, head in header.kv_heads),
         ratios=tuple(header.ratios),
-        samples=tuple(
-            Sample(str(source), int(context), int(num_tokens)) for source, context, num_tokens in header.samples
-        ),
+        samples=tuple(Sample(source, context, num_tokens) for source, context, num_tokens in header.samples),
         retained=retained,
         mean_keys=mean_keys,
     )
@@ -110,7 +108,10 @@ def save_profile(profile: Profile, path: Path) -> None:
         TangramError: the profile is not valid, or the file cannot be written.
     """
     check_profile(profile, where=str(path))
-    header = _Header.model_validate({"format": FORMAT, **profile._header()})  # noqa: SLF001 - the file form of the same value
+    header = _Header.model_validate(
+        {"format": FORMAT, **profile._header()},  # noqa: SLF001 - the file form of the same value
+        strict=False,
+    )
     buffer = io.BytesIO()
     arrays: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]] = {
         "header": np.array(header.model_dump_json())
@@ -125,10 +126,12 @@ def save_profile(profile: Profile, path: Path) -> None:
         partial.write_bytes(buffer.getvalue())
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise TangramError(
             "cannot write the profile", where=str(path), got=error.strerror, fix="free space, or choose another place"
         ) from error
+    finally:  # also when interrupted
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def check_profile(profile: Profile, *, where: str) -> None:
@@ -155,6 +158,10 @@ def check_profile(profile: Profile, *, where: str) -> None:
                 got=list(values.shape),
                 expected=f"[samples, ratios, kv_heads] = {list(shape)}",
             )
+        if values.dtype.kind != "f":
+            raise TangramError(
+                f"retained fractions of level {level} are not floating-point numbers", where=where, got=values.dtype
+            )
         check_fractions(values, profile.kv_heads, where=f"{where}, level {level}")
         empty = np.argwhere(values.sum(axis=2) == 0)
         if len(empty):
@@ -171,7 +178,9 @@ def check_profile(profile: Profile, *, where: str) -> None:
             got=list(profile.mean_keys.shape),
             expected=f"[{shape[2]}, head_dim]",
         )
-    if profile.mean_keys is not None and not np.isfinite(profile.mean_keys).all():
+    if profile.mean_keys is not None and (
+        profile.mean_keys.dtype.kind != "f" or not np.isfinite(profile.mean_keys).all()
+    ):
         raise TangramError("mean keys hold NaN or Inf", where=where, fix="calibrate again")
 
 

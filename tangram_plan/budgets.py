@@ -120,7 +120,7 @@ def target(retained: FloatArray, total: float) -> FloatArray:
         clipped: FloatArray = np.clip(mean + z * spread, 0.0, 1.0)
         return clipped
 
-    steepest = float(np.max(1 / spread))  # at +-steepest every part is 1 or 0
+    steepest = float(np.max((1 + mean) / spread))  # at +-steepest every part is 1 or 0
     if total >= len(mean):
         return np.ones(len(mean))
     return parts(brentq(lambda z: parts(z).sum() - total, -steepest, steepest, xtol=1e-12))

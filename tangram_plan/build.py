@@ -28,7 +28,7 @@ from .config import load_config
 from .fitness import Fitness
 from .grouping import SolvedGrouping
 from .pipeline import Stage, compile_stages
-from .report import build_report, plan_summary
+from .report import build_report, plan_summary, solver_report
 from .terminal import log
 
 
@@ -67,15 +67,13 @@ def build_plan(
         if product.stage is last and last is not Stage.PLAN:
             return {product.stage.value: to_data(product.value)}
     plan = cast("Plan", products[Stage.PLAN])
+    solved = cast("SolvedGrouping", products[Stage.GROUPS])
     report = build_report(
-        config,
-        cast("Profile", products[Stage.PROFILE]),
-        cast("Fitness", products[Stage.FITNESS]),
-        cast("SolvedGrouping", products[Stage.GROUPS]),
+        config, cast("Profile", products[Stage.PROFILE]), cast("Fitness", products[Stage.FITNESS]), solved
     )
     if output is not None and last is None:
         write_artefact(plan, {"build": report}, output)
-    return plan_summary(plan, report)
+    return plan_summary(plan, solver_report(config, solved))
 
 
 def to_data(value: object) -> Any:

@@ -1,6 +1,5 @@
 """The command line: parses arguments, calls the function that does the work, prints what it returns."""
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -8,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from tangram_plan.ir import REPORTS, MismatchError, TangramError, VerifyError, load_artefact
+from tangram_plan.ir import MismatchError, TangramError, VerifyError, load_artefact
 from tangram_plan.profiles import Level
 
 from .terminal import err, log, print_data, print_tables
 
-OK, CHECK_FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+CHECK_FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130  # exit codes; 130 is what typer makes of Ctrl-C
 
 app = typer.Typer(
     help="Compile measured per-head retention into a plan for a non-uniform KV cache.",
@@ -82,10 +81,10 @@ def build(
 @app.command()
 def show(artefact: Artefact, as_json: AsJson = False) -> None:
     """Show the plan of an artefact."""
-    from .report import plan_summary
+    from .report import plan_summary, read_solver_report
 
     plan = load_artefact(artefact)
-    _print_plan(plan_summary(plan, _build_report(artefact)), as_json=as_json)
+    _print_plan(plan_summary(plan, read_solver_report(artefact)), as_json=as_json)
 
 
 @app.command()
@@ -295,15 +294,12 @@ def main() -> None:
     try:
         app()
     except TangramError as error:
-        err().print(f"error: {error}", markup=False)
+        err().print(f"error: {error}")
         sys.exit(CHECK_FAILED if isinstance(error, VerifyError) else WRONG_INPUT)
-    except KeyboardInterrupt:
-        err().print("interrupted; nothing half-written was left", markup=False)
-        sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        with contextlib.suppress(OSError):
-            sys.stdout.close()
-        sys.exit(OK)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            err().print("interrupted; nothing half-written was left")
+        raise
 
 
 def _print_plan(summary: dict[str, Any], *, as_json: bool) -> None:
@@ -313,12 +309,3 @@ def _print_plan(summary: dict[str, Any], *, as_json: bool) -> None:
         print_data(summary)
     else:
         print_tables(plan_tables(summary))
-
-
-def _build_report(artefact: Path) -> dict[str, Any]:
-    """The build's report; empty if somebody removed it, because a plan is complete without it."""
-    try:
-        report = json.loads((artefact / REPORTS / "build.json").read_text())
-    except (OSError, json.JSONDecodeError):
-        return {}
-    return report if isinstance(report, dict) else {}

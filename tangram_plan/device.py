@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
-from tangram_plan.ir import PAGE_TOKEN_ALIGNMENT, TangramError
+from tangram_plan.ir import PAGE_TOKEN_ALIGNMENT, TangramError, user_path
 
 
 class Device(BaseModel):
@@ -28,7 +28,7 @@ class Device(BaseModel):
         source: where the numbers come from.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str
     compute_capability: PositiveInt
@@ -47,25 +47,33 @@ class Device(BaseModel):
         return self.num_sms * self.ctas_per_sm
 
 
+def shipped_devices() -> dict[str, Path]:
+    """Descriptions that come with the package: name -> file."""
+    folder = Path(str(resources.files("tangram_plan"))) / "devices"
+    return {file.stem: file for file in sorted(folder.glob("*.json"))}
+
+
 def load_device(name: str, *, relative_to: Path = Path()) -> Device:
     """A shipped description by its name, or one from a file.
 
     Raises:
         TangramError: there is none, or it is not valid.
     """
-    shipped = Path(str(resources.files("tangram_plan"))) / "devices"
-    path = shipped / f"{name}.json"
-    if not path.is_file():
-        path = relative_to / Path(name).expanduser()
+    shipped = shipped_devices()
+    path = shipped.get(name) or user_path(name, relative_to=relative_to, where="partition.device")
     try:
         device = Device.model_validate_json(path.read_text())
+    except UnicodeDecodeError as error:
+        raise TangramError("device description is not text", where=str(path), got=str(error)) from error
     except OSError as error:
-        known = ", ".join(sorted(file.stem for file in shipped.glob("*.json")))
+        known = ", ".join(shipped)
         raise TangramError(
             "no such device", where="partition.device", got=name, expected=f"{known}, or a path to a description"
         ) from error
-    except (ValidationError, UnicodeDecodeError) as error:
-        raise TangramError("device description is not valid", where=str(path), got=_first_fault(error)) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        fault = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+        raise TangramError("device description is not valid", where=str(path), got=fault) from error
     if device.tile_tokens % PAGE_TOKEN_ALIGNMENT:
         raise TangramError(
             "tile_tokens is not aligned",
@@ -74,10 +82,3 @@ def load_device(name: str, *, relative_to: Path = Path()) -> Device:
             expected=f"a multiple of {PAGE_TOKEN_ALIGNMENT}",
         )
     return device
-
-
-def _first_fault(error: ValidationError | UnicodeDecodeError) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return str(error)
-    first = error.errors()[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"

@@ -45,7 +45,7 @@ def measure_fitness(retained: FloatArray) -> Fitness:
     """
     if len(retained) < 2:
         return Fitness(np.zeros(len(retained)))
-    others = (retained.sum(axis=0) - retained) / (len(retained) - 1)
+    others = [np.delete(retained, index, axis=0).mean(axis=0) for index in range(len(retained))]
     return Fitness(np.array([_spearman(sample, rest) for sample, rest in zip(retained, others, strict=True)]))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tangram_plan.ir import LayerKind, LayerShape, ModelShape, TangramError
+from tangram_plan.ir import LayerKind, LayerShape, ModelShape, TangramError, user_path
 
 # Under which key a multimodal config keeps its language model.
 _DECODER_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -158,7 +158,7 @@ def model_shape_from_config(config: Mapping[str, Any], where: str) -> ModelShape
 
 
 def _config_path(model: str, relative_to: Path) -> Path:
-    path = relative_to / Path(model).expanduser()
+    path = user_path(model, relative_to=relative_to, where="model")
     try:
         if path.is_file():
             return path

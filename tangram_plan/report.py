@@ -1,14 +1,17 @@
 """What is said about a plan: as data for machines and reports, and as tables for a person."""
 
+import json
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tangram_plan.ir import REPORT_CONTEXTS, RHO_ONE, MemoryUse, Plan, memory_use, plan_hash
+from tangram_plan.ir import REPORT_CONTEXTS, REPORTS, RHO_ONE, MemoryUse, Plan, memory_use, plan_hash
 from tangram_plan.profiles import Profile
 
 from .budgets import budget_rule, held_out_overflow
@@ -18,12 +21,39 @@ from .grouping import SolvedGrouping
 from .terminal import new_table
 
 
-def plan_summary(plan: Plan, build_report: Mapping[str, Any]) -> dict[str, Any]:
+class SolverReport(BaseModel):
+    """How the head groups were found; all but the name are None if the build's report is lost.
+
+    Args:
+        name: the clustering solver.
+        status: `optimal`, `feasible` or `heuristic`.
+        objective: see `grouping_problem`; near the mean of allocated / ideal.
+        bound: the solver's own proof that no grouping has a smaller objective.
+        seconds: what it took.
+    """
+
+    name: str
+    status: str | None = None
+    objective: float | None = None
+    bound: float | None = None
+    seconds: float | None = None
+
+
+def read_solver_report(artefact: Path) -> SolverReport | None:
+    """From a build's report; None if somebody removed or damaged it, because a plan is complete without it."""
+    try:
+        report = json.loads((artefact / REPORTS / "build.json").read_text(encoding="utf-8"))
+        return SolverReport.model_validate(report["solver"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def plan_summary(plan: Plan, solver: SolverReport | None) -> dict[str, Any]:
     """A plan as data; the answer of `show --json`.
 
     Args:
         plan: a verified plan.
-        build_report: what `build_report` returned when it was made; empty if it is lost.
+        solver: how its groups were found; None if that is lost.
     """
     return {
         "plan_hash": plan_hash(plan),
@@ -60,16 +90,7 @@ def plan_summary(plan: Plan, build_report: Mapping[str, Any]) -> dict[str, Any]:
             for group_id, group in enumerate(plan.grouping.groups)
         ],
         "memory": [_memory_data(memory_use(plan, context), plan) for context in REPORT_CONTEXTS],
-        "solver": build_report.get(
-            "grouping",
-            {
-                "name": plan.provenance.grouping_solver,
-                "status": None,
-                "objective": None,
-                "bound": None,
-                "seconds": None,
-            },
-        ),
+        "solver": (solver or SolverReport(name=plan.provenance.grouping_solver)).model_dump(),
         "partition": [
             {
                 "batch": choice.batch,
@@ -90,20 +111,26 @@ def plan_summary(plan: Plan, build_report: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def solver_report(config: BuildConfig, solved: SolvedGrouping) -> SolverReport:
+    """How a build found its groups."""
+    found = solved.solution
+    return SolverReport(
+        name=config.grouping.solver,
+        status=found.status,
+        objective=found.objective,
+        bound=found.bound,
+        seconds=round(solved.seconds, 3),
+    )
+
+
 def build_report(config: BuildConfig, profile: Profile, fitness: Fitness, solved: SolvedGrouping) -> dict[str, Any]:
     """What depends on time and tool versions, and how sure the budgets are: `OUT/reports/build.json`."""
     report: dict[str, Any] = {
         "versions": {name: version(name) for name in ("tangram-plan", "ortools", "networkx", "numpy", "scipy")},
         "config": config.model_dump(mode="json"),
         "fitness": {"verdict": fitness.verdict, "median_rank_correlation": round(fitness.median, 4)},
-        "grouping": {
-            "name": config.grouping.solver,
-            "status": solved.solution.status,
-            "objective": solved.solution.objective,
-            "bound": solved.solution.bound,
-            "gap": solved.solution.gap,
-            "seconds": round(solved.seconds, 3),
-        },
+        "solver": solver_report(config, solved).model_dump(),
+        "gap": solved.solution.gap,
     }
     if config.retention.ratio < 1:
         retained = profile.at_ratio(config.retention.level, config.retention.ratio)

@@ -1,8 +1,11 @@
 """Where output goes: data on stdout, logs and progress on stderr; tables without decoration when nobody looks at a terminal."""
 
+import contextlib
 import json
 import math
+import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from rich import box
@@ -14,28 +17,30 @@ PLAIN_WIDTH = 160  # columns when the output is not a terminal
 
 def out() -> Console:
     """Console for data."""
-    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False, markup=False, emoji=False)
 
 
 def err() -> Console:
     """Console for logs, progress and errors."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def log(message: str, *, quiet: bool) -> None:
     """One line on stderr."""
     if not quiet:
-        err().print(message, markup=False)
+        err().print(message)
 
 
 def print_data(data: Any) -> None:
     """JSON on stdout; numbers that JSON cannot hold (NaN, infinity) become null."""
-    sys.stdout.write(json.dumps(_finite(data), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    with _reader_may_stop():
+        sys.stdout.write(json.dumps(_finite(data), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def print_tables(tables: RenderableType) -> None:
     """Tables on stdout."""
-    out().print(tables)
+    with _reader_may_stop():
+        out().print(tables)
 
 
 def new_table(title: str, *columns: str) -> Table:
@@ -44,6 +49,16 @@ def new_table(title: str, *columns: str) -> Table:
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
     return table
+
+
+@contextlib.contextmanager
+def _reader_may_stop() -> Iterator[None]:
+    """Whoever reads stdout may close it early (`| head`); that is no fault."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _finite(data: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tangram_plan.ir import ModelShape, TangramError
+from tangram_plan.ir import ModelShape, TangramError, user_path
 from tangram_plan.model_config import model_shape_from_config
 
 from .texts import CalibrationText
@@ -136,7 +136,7 @@ def _check_device(torch: Any, device: str) -> None:
 
 def _locate(model: str) -> tuple[str, str | None, str]:
     """Folder or id; the GGUF file in it, if that is what shall be read; and a name for the model."""
-    path = Path(model).expanduser()
+    path = user_path(model, relative_to=Path(), where="MODEL")
     if path.is_file():
         if path.suffix != ".gguf":
             raise TangramError("not a model file", where=model, expected="a .gguf file or a folder")

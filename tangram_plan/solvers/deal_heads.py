@@ -6,7 +6,7 @@ head of block i: the i - 1 rows before it hold R * (i - 1) heads at most. If eve
 every row meets that bound, so the assignment is optimal for every grouping.
 
 Such an assignment exists, although each rank must also own an equal number of KV heads of every layer: cut the heads of
-each layer into chunks of R as well. Chunks and blocks are the two sides of a bipartite multigraph in which every KV head
+each layer, sorted alike, into chunks of R as well (which makes the rows of every single layer optimal, too). Chunks and blocks are the two sides of a bipartite multigraph in which every KV head
 is an edge and every node has R edges; by Koenig's theorem (1916) its edges fall into R perfect matchings, and each
 matching is a rank.
 """
@@ -26,7 +26,7 @@ def deal_heads(budgets: BudgetTable, ranks: int) -> HeadOrder:
         ranks: tensor-parallel ranks; they divide the KV heads of every layer.
     """
     by_layer: dict[int, list[KVHead]] = defaultdict(list)
-    for kv_head in sorted(budgets.rho):
+    for kv_head in sorted(budgets.rho, key=lambda kv_head: (kv_head.layer, -budgets.rho[kv_head], kv_head.head)):
         by_layer[kv_head.layer].append(kv_head)
     by_budget = sorted(budgets.rho, key=lambda kv_head: (-budgets.rho[kv_head], kv_head))
     chunks = [heads[i : i + ranks] for heads in by_layer.values() for i in range(0, len(heads), ranks)]

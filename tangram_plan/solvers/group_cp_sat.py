@@ -92,7 +92,7 @@ def _solve_paths(problem: GroupingProblem, arcs: list[Arc], *, below: int) -> tu
     status = solver.solve(model)
     if status == cp_model.INFEASIBLE:
         return (), below
-    bound = math.ceil(solver.best_objective_bound)
+    bound = math.ceil(round(solver.best_objective_bound, 3))  # costs are integers, but CP-SAT reports a float
     if status == cp_model.UNKNOWN:
         return (), bound
     return tuple(arc for arc, var in zip(arcs, used, strict=True) if solver.boolean_value(var)), bound

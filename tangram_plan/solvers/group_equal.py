@@ -3,6 +3,8 @@
     minimise over page_slots and p:  the common objective of groups of p consecutive rows
     subject to                       at most max_groups groups; no group over a layer's end if groups stay inside layers
 
+Where p does not divide the rows, the one short group stands where it costs least.
+
 `sorted` with `scope: layer` is Tangram's head-group clustering (arXiv 2606.06302): the heads of a layer sorted by budget
 and cut into consecutive groups of p.
 """
@@ -30,8 +32,9 @@ class EqualGroups:
         candidates = []
         for slots in problem.feasible_page_slots():
             for size in range(1, slots // PAGE_TOKEN_ALIGNMENT + 1):
-                groups = cut(rows, _ends(problem, rows, size))
-                if len(groups) <= problem.max_groups:
+                spans = _spans(problem, rows)
+                if sum(-(-len(span) // size) for span in spans) <= problem.max_groups:
+                    groups = tuple(group for span in spans for group in _cut_span(problem, span, size, slots))
                     candidates.append(GroupingSolution(groups, slots, 0.0, None, "heuristic"))
         best = min(candidates, key=problem.solution_cost)
         return GroupingSolution(
@@ -39,8 +42,21 @@ class EqualGroups:
         )
 
 
-def _ends(problem: GroupingProblem, rows: tuple[Row, ...], size: int) -> list[int]:
-    bounds, ends = problem.bounds(rows), [0]
-    while ends[-1] < len(rows):
-        ends.append(min(ends[-1] + size, bounds[ends[-1]]))
-    return ends[1:]
+def _spans(problem: GroupingProblem, rows: tuple[Row, ...]) -> list[tuple[Row, ...]]:
+    """The rows between the ends that no group may cross."""
+    ends = sorted(set(problem.bounds(rows)))
+    return [tuple(rows[start:end]) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _cut_span(problem: GroupingProblem, span: tuple[Row, ...], size: int, slots: int) -> tuple[tuple[Row, ...], ...]:
+    """Groups of `size` consecutive rows, with the short one, if there is one, at the cheapest place."""
+    whole, short = divmod(len(span), size)
+    if not short:
+        return cut(span, range(size, len(span) + 1, size))
+    placements = [
+        cut(span, [*range(size, place * size + 1, size), *range(place * size + short, len(span) + 1, size)])
+        for place in range(whole + 1)
+    ]
+    return min(
+        placements, key=lambda groups: problem.solution_cost(GroupingSolution(groups, slots, 0.0, None, "heuristic"))
+    )

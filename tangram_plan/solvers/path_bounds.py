@@ -43,7 +43,7 @@ def bound_paths(arcs: Sequence[Arc], num_rows: int, max_arcs: int) -> PathBounds
     """
     path = _cheapest(arcs, num_rows, 0)
     price, lower = 0, _cost(path)
-    most = lower + 1  # at this price no saving is worth another arc
+    most = sum(arc.cost for arc in arcs) + 1  # at this price no saving is worth another arc
     low, high = 0, 1
     while len(path) > max_arcs:  # find a price that is high enough for a path of at most K arcs
         if low >= most:

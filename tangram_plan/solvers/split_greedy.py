@@ -14,5 +14,7 @@ class GreedySplits:
         splits = [1] * len(problem.tokens)
         for _ in range(problem.max_splits - len(splits)):
             longest_splits = [split_tokens(tokens, count) for tokens, count in zip(problem.tokens, splits, strict=True)]
+            if max(longest_splits) <= 1:
+                break
             splits[longest_splits.index(max(longest_splits))] += 1
         return tuple(splits)

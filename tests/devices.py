@@ -1,0 +1,20 @@
+"""Device descriptions with round numbers."""
+
+from tangram_plan.device import Device
+
+
+def make_device(**changes: object) -> Device:
+    """Four CTAs; a token of 1000 bytes takes 1 us in one CTA, and half of that in the whole device."""
+    numbers: dict[str, object] = {
+        "name": "hand",
+        "compute_capability": 90,
+        "num_sms": 2,
+        "ctas_per_sm": 2,
+        "tile_tokens": 16,
+        "read_bandwidth_gb_s": 2.0,
+        "cta_bandwidth_gb_s": 1.0,
+        "static_splits_overhead_us": 10.0,
+        "tile_queue_overhead_us": 12.0,
+        "source": "hand",
+    }
+    return Device.model_validate(numbers | changes)
