@@ -1,5 +1,6 @@
 """Paths as users write them."""
 
+import contextlib
 from pathlib import Path
 
 from .errors import TangramError
@@ -18,7 +19,8 @@ def user_path(name: str, *, relative_to: Path, where: str) -> Path:
     """
     try:
         path = relative_to / Path(name).expanduser()
-        path.exists()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            path.stat()
     except (OSError, RuntimeError, ValueError) as error:  # too long; no such home directory; a null byte
         raise TangramError("not a path", where=where, got=name, expected=f"a path ({error})") from error
     return path

@@ -98,6 +98,7 @@ def test_a_ratio_that_is_no_part_is_refused(tmp_path: Path, ratio: str) -> None:
         ("retention.rule=median", ("retention.rule", "got median", "'target' or 'mean_std'")),
         ("retention.level=head", ("retention.level", "got head", "'model' or 'layer'")),
         ("retention.sink_tokens=-1", ("retention.sink_tokens", "got -1")),
+        ("retention.window_tokens=-1", ("retention.window_tokens", "got -1")),
         ("retention.window_tokens=1.5", ("retention.window_tokens", "got 1.5")),
         ("retention.window_tokens=8189", ("sink_tokens + window_tokens = 8193 exceed compress_chunk_tokens = 8192",)),
         ("compress_chunk_tokens=35", ("sink_tokens + window_tokens = 36 exceed compress_chunk_tokens = 35",)),

@@ -41,7 +41,7 @@ def test_absolute_path_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_name_of_a_shipped_device_wins_over_a_file_of_that_name(tmp_path: Path) -> None:
     write(tmp_path / "h200", name="mine")
     assert load_device("h200", relative_to=tmp_path).name == "h200"
-    assert load_device("./h200", relative_to=tmp_path).name == "h200"
+    assert load_device("./h200", relative_to=tmp_path).name == "mine"
 
 
 @pytest.mark.parametrize("name", ["h100", "mine.json", "", ".", "h200.json"])
