@@ -35,7 +35,7 @@ def emit(plan: Plan, plan_hash: str, directory: Path) -> list[Path]:
     for path, text in texts.items():
         _write_if_different(path, text)
     for path in sorted((directory / KERNELS_FOLDER).glob("*.py")):
-        if path not in texts and path.read_text().startswith(PROVENANCE):
+        if path not in texts and path.read_text(encoding="utf-8").startswith(PROVENANCE):
             path.unlink()
     return sorted(texts)
 

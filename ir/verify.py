@@ -103,6 +103,9 @@ def verify_grouping(grouping: HeadGrouping, budgets: BudgetTable, shape: ModelSh
                 expected=f"at least {budgets.rho[kv_head]}",
             )
     _check_same_heads(seen, shape, what="a group")
+    laws = [group.rho for group in grouping.groups]
+    if laws != sorted(laws, reverse=True):
+        raise VerifyError("groups do not stand by falling rho", where="groups", got=laws)
 
 
 def verify_layout(layout: PageLayout, grouping: HeadGrouping, shape: ModelShape) -> None:
@@ -162,7 +165,22 @@ def verify_plan(plan: Plan) -> None:
     verify_grouping(plan.grouping, plan.budgets, plan.model, plan.tensor_parallel)
     verify_layout(plan.layout, plan.grouping, plan.model)
     verify_partition(plan.partition, plan.model, plan.tensor_parallel)
+    verify_serving_limits(plan)
     verify_saves_memory(plan)
+
+
+def verify_serving_limits(plan: Plan) -> None:
+    """A compression chunk holds what is protected in it, and an answer may have a token."""
+    protected = plan.budgets.sink_tokens + plan.budgets.window_tokens
+    if plan.compress_chunk_tokens < max(1, protected):
+        raise VerifyError(
+            "compression chunk is shorter than sink and window",
+            where="compress_chunk_tokens",
+            got=plan.compress_chunk_tokens,
+            expected=f"at least {max(1, protected)}",
+        )
+    if plan.max_new_tokens < 1:
+        raise VerifyError("no answer fits", where="max_new_tokens", got=plan.max_new_tokens, expected="at least 1")
 
 
 def verify_saves_memory(plan: Plan) -> None:

@@ -113,7 +113,7 @@ def _stage(name: str | None) -> Stage | None:
 def _dump(path: Path, value: object) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(print_json(to_data(value)))
+        path.write_text(print_json(to_data(value)), encoding="utf-8")
     except OSError as error:
         raise TangramError("product cannot be dumped", where=str(path), got=error.strerror or str(error)) from error
 

@@ -1,5 +1,6 @@
 """The command line: parses arguments, calls the function that does the work, prints what it returns."""
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -280,7 +281,7 @@ def bench_planner(
 
     figures = planner_figures(folder, quiet=quiet)
     if output:
-        output.write_text(json.dumps(figures, indent=1) + "\n")
+        output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     if as_json:
         print_data(figures)
     else:
@@ -291,6 +292,9 @@ def bench_planner(
 
 def main() -> None:
     """Entry point: a TangramError is one line and exit code 2 (1 for a check that failed), all else keeps its traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is no fault
     try:
         app()
     except TangramError as error:

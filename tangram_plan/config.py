@@ -130,6 +130,19 @@ class BuildConfig(_Section):
         return self
 
 
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML in which a key that is written twice is a fault, not a silent override."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping with each key once."""
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value} is written twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> BuildConfig:
     """Read `model.yaml` and apply `--set key.path=value` overrides.
 
@@ -137,7 +150,7 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> BuildConfig:
         TangramError: missing or broken file, unknown key (with the nearest one that exists), value out of range.
     """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except FileNotFoundError as error:
         raise TangramError(
             "configuration does not exist",

@@ -62,7 +62,7 @@ def load_device(name: str, *, relative_to: Path = Path()) -> Device:
     shipped = shipped_devices()
     path = shipped.get(name) or user_path(name, relative_to=relative_to, where="partition.device")
     try:
-        device = Device.model_validate_json(path.read_text())
+        device = Device.model_validate_json(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise TangramError("device description is not text", where=str(path), got=str(error)) from error
     except OSError as error:

@@ -86,7 +86,9 @@ def reorder_checkpoint(
         raise TangramError("cannot write", where=str(partial), got=error.strerror) from None
     try:
         _write(model, partial, files, moves, progress)
-        (partial / "config.json").write_text(json.dumps(config | {HEAD_ORDER_KEY: order.hash}, indent=2) + "\n")
+        (partial / "config.json").write_text(
+            json.dumps(config | {HEAD_ORDER_KEY: order.hash}, indent=2) + "\n", encoding="utf-8"
+        )
         partial.rename(output)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)

@@ -34,7 +34,7 @@ def log(message: str, *, quiet: bool) -> None:
 def print_data(data: Any) -> None:
     """JSON on stdout; numbers that JSON cannot hold (NaN, infinity) become null."""
     with _reader_may_stop():
-        sys.stdout.write(json.dumps(_finite(data), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(_finite(data), indent=1, allow_nan=False) + "\n")
 
 
 def print_tables(tables: RenderableType) -> None:

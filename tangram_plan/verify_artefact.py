@@ -35,7 +35,7 @@ def verify_artefact(artefact: Path) -> dict[str, Any]:
     results = check_kernels(artefact, plan)
     with contextlib.suppress(OSError):  # a report is a convenience; the folder may be read-only
         (artefact / REPORTS).mkdir(exist_ok=True)
-        (artefact / REPORTS / "compile.json").write_text(print_json(compile_report(results)))
+        (artefact / REPORTS / "compile.json").write_text(print_json(compile_report(results)), encoding="utf-8")
     kernels = [
         {
             "name": result.name,

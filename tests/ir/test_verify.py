@@ -234,3 +234,19 @@ def test_saving_at_one_reported_context_is_enough() -> None:
     verify_saves_memory(with_budgets(window_tokens=32768)(hand_plan()))
     with pytest.raises(VerifyError, match="saves no byte"):
         verify_saves_memory(with_budgets(window_tokens=131072)(hand_plan()))
+
+
+def test_groups_stand_by_falling_rho() -> None:
+    plan = hand_plan()
+    swapped = replace(plan, grouping=replace(plan.grouping, groups=plan.grouping.groups[::-1]))
+    with pytest.raises(VerifyError, match="groups do not stand by falling rho"):
+        verify_plan(swapped)
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [("compress_chunk_tokens", {"compress_chunk_tokens": 0}), ("max_new_tokens", {"max_new_tokens": 0})],
+)
+def test_serving_limits_leave_room(field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(VerifyError, match=field):
+        verify_plan(replace(hand_plan(), **changes))

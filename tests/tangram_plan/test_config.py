@@ -218,3 +218,10 @@ def test_a_missing_file_or_a_folder_is_named(tmp_path: Path) -> None:
 )
 def test_an_override_that_cannot_be_read_is_named(tmp_path: Path, override: str, part: str) -> None:
     assert part in refusal(write(tmp_path), override)
+
+
+def test_key_written_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text("model: a\nprofile: b\nmodel: c\n", encoding="utf-8")
+    with pytest.raises(TangramError, match="key model is written twice"):
+        load_config(path)
