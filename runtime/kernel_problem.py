@@ -68,42 +68,46 @@ class GeneratedKernels:
     Args:
         directory: artefact directory.
         plan: its plan.
+        device: where the kernels run, as torch names it.
     """
 
-    def __init__(self, directory: Path, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, directory: Path, plan: Plan, device: str = "cpu") -> None:
+        self.plan, self.device = plan, device
         self.tables = load_module(directory, HEAD_TABLES_NAME)
         self.modules = {path.stem: load_module(directory, path.stem) for path in kernel_files(directory)}
 
     def tile_queue(self, batch: Batch, layers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Cumulative tiles of a batch: for every layer, given as the head groups of its KV heads, int32 [R * num_kv_heads + 1]."""
-        group_id = _int32([group for layer in layers for group in layer])
+        group_id = self._int32([group for layer in layers for group in layer])
         starts = [sum(map(len, layers[:layer])) for layer in range(len(layers) + 1)]
-        tile_indptr = torch.full((len(batch) * group_id.numel() + len(layers),), -1, dtype=torch.int32)
-        prompts, totals = _int32([prompt for prompt, _ in batch]), _int32([total for _, total in batch])
-        rho = self.tables.group_tables("cpu").rho
-        self.modules[QUEUE_NAME].launch(prompts, totals, _int32(starts), group_id, rho, tile_indptr)
+        tile_indptr = torch.full(
+            (len(batch) * group_id.numel() + len(layers),), -1, dtype=torch.int32, device=self.device
+        )
+        prompts, totals = self._int32([prompt for prompt, _ in batch]), self._int32([total for _, total in batch])
+        rho = self.tables.group_tables(self.device).rho
+        self.modules[QUEUE_NAME].launch(prompts, totals, self._int32(starts), group_id, rho, tile_indptr)
         ends = [len(batch) * end + layer + 1 for layer, end in enumerate(starts[1:])]
-        return [tile_indptr[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        return [tile_indptr[start:end].cpu() for start, end in zip([0, *ends], ends, strict=False)]
 
     def run_tile_queue(self, problem: Problem, tile_indptr: torch.Tensor, num_ctas: int) -> torch.Tensor:
         """Attention output of a problem by tile queue; every buffer is NaN beforehand."""
         decode, merge = self._pair_of(Schedule.TILE_QUEUE, problem)
         num_slots = num_ctas + problem.q.shape[0] * len(problem.places)
-        partial_out, partial_lse, out = _buffers((num_slots,), problem)
+        partial_out, partial_lse, out = self._buffers((num_slots,), problem)
+        tile_indptr = tile_indptr.to(self.device)
         decode.launch(*self._inputs(problem), tile_indptr, partial_out, partial_lse, num_ctas=num_ctas)
         merge.launch(partial_out, partial_lse, tile_indptr, out, num_kv_heads=len(problem.places), num_ctas=num_ctas)
-        return out
+        return out.cpu()
 
     def run_static_splits(self, problem: Problem, splits: Sequence[int]) -> torch.Tensor:
         """Attention output of a problem by so many splits per KV head; every buffer is NaN beforehand."""
         decode, merge = self._pair_of(Schedule.STATIC_SPLITS, problem)
-        split_head = _int32([head for head, num_splits in enumerate(splits) for _ in range(num_splits)])
-        split_indptr = _int32([sum(splits[:head]) for head in range(len(splits) + 1)])
-        partial_out, partial_lse, out = _buffers((problem.q.shape[0], sum(splits)), problem)
+        split_head = self._int32([head for head, num_splits in enumerate(splits) for _ in range(num_splits)])
+        split_indptr = self._int32([sum(splits[:head]) for head in range(len(splits) + 1)])
+        partial_out, partial_lse, out = self._buffers((problem.q.shape[0], sum(splits)), problem)
         decode.launch(*self._inputs(problem), split_head, split_indptr, partial_out, partial_lse)
         merge.launch(partial_out, partial_lse, split_indptr, out)
-        return out
+        return out.cpu()
 
     def gqa_ratios(self) -> set[int]:
         """Query heads per KV head that decode kernels were generated for."""
@@ -114,19 +118,25 @@ class GeneratedKernels:
         return self.modules[decode], self.modules[merge]
 
     def _inputs(self, problem: Problem) -> tuple[torch.Tensor, ...]:
-        table, lengths = problem.page_table, (problem.prompt_tokens, problem.num_tokens)
-        heads = (
-            _int32([place.group_id for place in problem.places]),
-            _int32([place.column for place in problem.places]),
-        )
+        inputs = (problem.q, problem.pool, *problem.page_table, problem.prompt_tokens, problem.num_tokens)
         return (
-            problem.q,
-            problem.pool,
-            table.page_ids,
-            table.page_indptr,
-            *lengths,
-            *heads,
-            *self.tables.group_tables("cpu"),
+            *(tensor.to(self.device) for tensor in inputs),
+            self._int32([place.group_id for place in problem.places]),
+            self._int32([place.column for place in problem.places]),
+            *self.tables.group_tables(self.device),
+        )
+
+    def _int32(self, values: Sequence[int]) -> torch.Tensor:
+        return _int32(values).to(self.device)
+
+    def _buffers(self, slots: tuple[int, ...], problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """NaN-filled partial results (float32 [*slots, gqa_ratio, D]), their logarithms, and output."""
+        gqa_ratio, head_dim = problem.q.shape[1] // len(problem.places), problem.q.shape[2]
+        nan = float("nan")
+        return (
+            torch.full((*slots, gqa_ratio, head_dim), nan, device=self.device),
+            torch.full((*slots, gqa_ratio), nan, device=self.device),
+            torch.full_like(problem.q, nan, device=self.device),
         )
 
 
@@ -258,19 +268,24 @@ def sample_heads(plan: Plan, places: Sequence[HeadPlace]) -> list[int]:
     return sorted(list(dict.fromkeys([*extremes, *heads]))[:MAX_HEADS])
 
 
-def run_all(directory: Path, plan: Plan) -> dict[str, dict[str, object]]:
+def run_all(directory: Path, plan: Plan, device: str = "cpu") -> dict[str, dict[str, object]]:
     """Finds the largest error of every generated kernel, and why one does not run.
+
+    Args:
+        directory: artefact directory.
+        plan: its plan.
+        device: where the kernels run; on a CPU, in a process in which Triton interprets.
 
     Returns:
         {name: {"max_error": ..., "failure": ...}}; what was not found is not there.
     """
-    kernels = GeneratedKernels(directory, plan)
+    kernels = GeneratedKernels(directory, plan, device)
     findings: dict[str, dict[str, object]] = {}
     for names, attempt in _attempts(kernels):
         try:
             found: dict[str, object] = {"max_error": attempt()}
         except Exception as error:  # whatever the interpreter raises is the finding
-            found = {"failure": f"in the interpreter: {type(error).__name__}: {error}".splitlines()[0]}
+            found = {"failure": f"on {device}: {type(error).__name__}: {error}".splitlines()[0]}
         for name in names:  # decode and merge share an output: which of the two is wrong, it does not tell
             findings[name] = _worse(findings.get(name, {}), found)
     return findings
@@ -330,14 +345,3 @@ def _static_splits_error(kernels: GeneratedKernels, problem: Problem, splits: Se
 
 def _int32(values: Sequence[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
-
-
-def _buffers(slots: tuple[int, ...], problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """NaN-filled partial results (float32 [*slots, gqa_ratio, D]), their logarithms, and output."""
-    gqa_ratio, head_dim = problem.q.shape[1] // len(problem.places), problem.q.shape[2]
-    nan = float("nan")
-    return (
-        torch.full((*slots, gqa_ratio, head_dim), nan),
-        torch.full((*slots, gqa_ratio), nan),
-        torch.full_like(problem.q, nan),
-    )

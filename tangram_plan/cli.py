@@ -4,7 +4,7 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from tangram_plan.ir import MismatchError, TangramError, VerifyError, load_artef
 from tangram_plan.profiles import Level
 
 from .terminal import err, log, print_data, print_tables
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 CHECK_FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130  # exit codes; 130 is what typer makes of Ctrl-C
 
@@ -280,14 +283,26 @@ def bench_planner(
     from .bench_planner import planner_figures, planner_tables
 
     figures = planner_figures(folder, quiet=quiet)
-    if output:
-        output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    if as_json:
-        print_data(figures)
-    else:
-        print_tables(planner_tables(figures))
+    _print_figures(figures, planner_tables(figures), output, as_json=as_json)
     if not all(goal["met"] for goal in figures["goals"]):
         raise typer.Exit(CHECK_FAILED)
+
+
+@bench_app.command("decode")
+def bench_decode(
+    artefact: Artefact,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the figures as JSON, too.")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time the generated decode kernels on a GPU, beside what the cost model predicted."""
+    from .bench_decode import bench_decode as measure
+    from .bench_decode import decode_tables
+
+    figures = measure(artefact, quiet=quiet)
+    _print_figures(figures, decode_tables(figures), output, as_json=as_json)
 
 
 def main() -> None:
@@ -313,3 +328,15 @@ def _print_plan(summary: dict[str, Any], *, as_json: bool) -> None:
         print_data(summary)
     else:
         print_tables(plan_tables(summary))
+
+
+def _print_figures(figures: dict[str, Any], tables: "RenderableType", output: Path | None, *, as_json: bool) -> None:
+    if output:
+        try:
+            output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise TangramError("figures cannot be written", where=str(output), got=error.strerror) from error
+    if as_json:
+        print_data(figures)
+    else:
+        print_tables(tables)
