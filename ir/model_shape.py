@@ -71,6 +71,15 @@ class ModelShape:
         """Every planned KV head, by layer, then by head."""
         return (KVHead(i, h) for i in self.planned_layers for h in range(self.layers[i].num_kv_heads))
 
+    def rank_of(self, kv_head: KVHead, tensor_parallel: int) -> int:
+        """The tensor-parallel rank that owns a KV head: ranks own equal runs of a layer's heads."""
+        return kv_head.head * tensor_parallel // self.layers[kv_head.layer].num_kv_heads
+
+    def local_kv_heads(self, layer: int, rank: int, tensor_parallel: int) -> tuple[KVHead, ...]:
+        """The KV heads of a layer that a rank owns, by head."""
+        per_rank = self.layers[layer].num_kv_heads // tensor_parallel
+        return tuple(KVHead(layer, rank * per_rank + head) for head in range(per_rank))
+
     @property
     def num_kv_heads(self) -> int:
         """Planned KV heads of the whole model."""

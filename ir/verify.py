@@ -1,6 +1,7 @@
 """What makes each product of the compiler valid. Called by the pipeline after every stage, by the tests, and on load."""
 
 from collections.abc import Iterable
+from itertools import product
 
 from .budget_table import BudgetTable
 from .cta_partition import CtaPartition
@@ -90,7 +91,7 @@ def verify_grouping(grouping: HeadGrouping, budgets: BudgetTable, shape: ModelSh
         seen[kv_head] = group_id
         if kv_head not in budgets.rho:
             raise VerifyError(f"{_name(kv_head)} has no budget", where=f"group {group_id}")
-        owner = kv_head.head * tensor_parallel // shape.layers[kv_head.layer].num_kv_heads
+        owner = shape.rank_of(kv_head, tensor_parallel)
         if owner != rank:
             raise VerifyError(
                 f"{_name(kv_head)} is on the wrong rank", where=f"group {group_id}", got=rank, expected=str(owner)
@@ -131,15 +132,13 @@ def verify_partition(partition: CtaPartition, shape: ModelShape, tensor_parallel
         _check_same_heads(static.splits, shape, what="a split")
         if any(count < 1 for count in static.splits.values()):
             raise VerifyError("a KV head has no split", where=where, expected="at least 1 each")
-        for layer in shape.planned_layers:
-            heads_per_rank = shape.layers[layer].num_kv_heads // tensor_parallel
-            limit = max(heads_per_rank, partition.num_ctas // static.batch)
-            for rank in range(tensor_parallel):
-                total = sum(static.splits[KVHead(layer, rank * heads_per_rank + h)] for h in range(heads_per_rank))
-                if total > limit:
-                    raise VerifyError(
-                        f"layer {layer} has more splits than CTAs", where=where, got=total, expected=f"at most {limit}"
-                    )
+        for layer, rank in product(shape.planned_layers, range(tensor_parallel)):
+            local = shape.local_kv_heads(layer, rank, tensor_parallel)
+            limit = max(len(local), partition.num_ctas // static.batch)
+            if (total := sum(static.splits[kv_head] for kv_head in local)) > limit:
+                raise VerifyError(
+                    f"layer {layer} has more splits than CTAs", where=where, got=total, expected=f"at most {limit}"
+                )
     batches = {static.batch for static in partition.static_splits}
     cases = [(choice.batch, choice.context) for choice in partition.choices]
     if cases != sorted(set(cases)) or {batch for batch, _ in cases} != batches:

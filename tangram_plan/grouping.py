@@ -1,10 +1,9 @@
 """Grouping: which rank owns which KV head, and which KV heads share pages."""
 
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 
-from tangram_plan.ir import ORIGINAL_ORDER, BudgetTable, HeadOrder, KVHead, ModelShape, TangramError
+from tangram_plan.ir import ORIGINAL_ORDER, BudgetTable, HeadOrder, ModelShape, TangramError
 
 from .config import GroupingConfig
 from .solvers import GROUPING_SOLVERS, GroupingProblem, GroupingSolution
@@ -87,17 +86,19 @@ def grouping_problem(
     seed: int,
 ) -> GroupingProblem:
     """The problem that `group_heads` hands to a solver; arguments are the same."""
-    ranks: dict[int, list[KVHead]] = defaultdict(list)
-    for kv_head in shape.kv_heads():
-        ranks[kv_head.head * tensor_parallel // shape.layers[kv_head.layer].num_kv_heads].append(kv_head)
-    num_rows = len(ranks[0])
+    ranks = tuple(
+        tuple(
+            kv_head for layer in shape.planned_layers for kv_head in shape.local_kv_heads(layer, rank, tensor_parallel)
+        )
+        for rank in range(tensor_parallel)
+    )
     return GroupingProblem(
         budgets=budgets,
-        ranks=tuple(tuple(ranks[rank]) for rank in range(tensor_parallel)),
+        ranks=ranks,
         contexts=contexts,
         max_groups=config.max_groups,
         max_groups_per_layer=config.max_groups_per_layer,
         within_layers=config.scope == "layer",
-        page_slots=page_slots_candidates(num_rows) if config.page_slots == "auto" else (config.page_slots,),
+        page_slots=page_slots_candidates(len(ranks[0])) if config.page_slots == "auto" else (config.page_slots,),
         seed=seed,
     )

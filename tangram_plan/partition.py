@@ -78,12 +78,10 @@ def partition_work(
 
 def _layers_by_rank(shape: ModelShape, tensor_parallel: int) -> list[list[tuple[KVHead, ...]]]:
     """Per rank, per planned layer, the KV heads that the rank owns."""
-    ranks: list[list[tuple[KVHead, ...]]] = [[] for _ in range(tensor_parallel)]
-    for layer in shape.planned_layers:
-        per_rank = shape.layers[layer].num_kv_heads // tensor_parallel
-        for rank, layers in enumerate(ranks):
-            layers.append(tuple(KVHead(layer, rank * per_rank + head) for head in range(per_rank)))
-    return ranks
+    return [
+        [shape.local_kv_heads(layer, rank, tensor_parallel) for layer in shape.planned_layers]
+        for rank in range(tensor_parallel)
+    ]
 
 
 def _choose(batch: int, context: int, by_rank: list[dict[Schedule, ScheduleEstimate]]) -> ScheduleChoice:
