@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tangram_plan.ir import KVHead, Plan, VerifyError
+from tangram_plan.ir import Plan
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class HeadTables:
 
     Args:
         layers: (rank, layer) -> table, by rank, then layer.
-        rho: per group, part kept over 65536.
+        rho: per group, part kept over `RHO_ONE`.
         tokens_per_page: per group.
         splits: (batch, rank, layer) -> static splits per local KV head, by rising batch, rank, layer.
         planned_layers: layers of the plan; a layer's place is its queue.
@@ -42,50 +42,26 @@ class HeadTables:
 
 
 def tabulate(plan: Plan) -> HeadTables:
-    """The tables of a plan.
-
-    Raises:
-        VerifyError: if the KV heads of a layer do not divide over the ranks, or a KV head has no page.
-    """
-    places = {(rank, kv_head): (group_id, column) for rank, group_id, column, kv_head in plan.grouping.columns()}
-    layers: dict[tuple[int, int], LayerTable] = {}
-    for rank in range(plan.tensor_parallel):
-        for layer in plan.model.planned_layers:
-            heads = _local_heads(plan, rank, layer)
-            for kv_head in heads:
-                if (rank, kv_head) not in places:
-                    raise VerifyError(
-                        "KV head is in no head group of its rank",
-                        where=f"layer {layer}, head {kv_head.head}",
-                        expected=f"a group with this head on rank {rank}",
-                    )
-            found = [places[rank, kv_head] for kv_head in heads]
-            layers[rank, layer] = LayerTable(tuple(group for group, _ in found), tuple(column for _, column in found))
-
-    by_batch = sorted(plan.partition.static_splits, key=lambda splits: splits.batch)
+    """The tables of a verified plan."""
+    local_heads = {
+        (rank, layer): plan.model.local_kv_heads(layer, rank, plan.tensor_parallel)
+        for rank in range(plan.tensor_parallel)
+        for layer in plan.model.planned_layers
+    }
+    places = {kv_head: (group_id, column) for _, group_id, column, kv_head in plan.grouping.columns()}
     return HeadTables(
-        layers=layers,
+        layers={
+            key: LayerTable(tuple(places[head][0] for head in heads), tuple(places[head][1] for head in heads))
+            for key, heads in local_heads.items()
+        },
         rho=tuple(group.rho for group in plan.grouping.groups),
         tokens_per_page=tuple(plan.layout.tokens_per_page(group.num_members) for group in plan.grouping.groups),
         splits={
-            (splits.batch, rank, layer): tuple(splits.splits[kv_head] for kv_head in _local_heads(plan, rank, layer))
-            for splits in by_batch
-            for rank, layer in layers
+            (static.batch, *key): tuple(static.splits[head] for head in heads)
+            for static in plan.partition.static_splits
+            for key, heads in local_heads.items()
         },
         planned_layers=plan.model.planned_layers,
         tensor_parallel=plan.tensor_parallel,
-        batches=tuple(splits.batch for splits in by_batch),
+        batches=tuple(static.batch for static in plan.partition.static_splits),
     )
-
-
-def _local_heads(plan: Plan, rank: int, layer: int) -> tuple[KVHead, ...]:
-    num_heads = plan.model.layers[layer].num_kv_heads
-    if num_heads % plan.tensor_parallel:
-        raise VerifyError(
-            "KV heads do not divide over the ranks",
-            where=f"layer {layer}",
-            got=num_heads,
-            expected=f"a multiple of {plan.tensor_parallel}",
-        )
-    per_rank = num_heads // plan.tensor_parallel
-    return tuple(KVHead(layer, head) for head in range(rank * per_rank, (rank + 1) * per_rank))

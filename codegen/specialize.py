@@ -1,15 +1,15 @@
 """Which kernels a plan needs, and with which constants. Every decision about generated code is taken here, none in a template.
 
-One decode and one merge kernel per distinct (schedule, head_dim, gqa_ratio) among the layers that read the planned cache,
+One decode and one merge kernel per schedule and distinct gqa_ratio among the layers that read the planned cache,
 and one kernel that lays out the tile queue of all layers. Page geometry, law and tile size come from the plan;
 warps and stages are plain defaults, kept inside the shared memory of the smallest supported GPU.
 """
 
 from dataclasses import dataclass
 
-from tangram_plan.ir import KVDtype, LayerKind, ModelShape, Plan, Schedule
+from tangram_plan.ir import QUEUE_NAME, RHO_ONE, KVDtype, LayerKind, ModelShape, Plan, Schedule, kernel_name
 
-MIN_DOT_ROWS = 16  # fewest query rows of one tensor-core product
+MIN_DOT_SIZE = 16  # the smallest side of a tensor-core product
 MERGE_PARTIALS = 16  # partial results that a merge reads at once
 QUEUE_PAIRS = 1024  # (request, KV head) pairs that the queue kernel scans at once
 MAX_STAGES = 3
@@ -44,30 +44,37 @@ class AttentionSpec(KernelSpec):
     """The shape of one head's attention, which decode and merge share.
 
     Args:
-        schedule: how CTAs find their work.
         head_dim: elements of a head.
-        padded_head_dim: the power of two that `tl.arange` counts to.
+        padded_head_dim: the power of two that `tl.arange` counts to; a side of the tensor-core products.
         gqa_ratio: query heads per KV head.
         dtype: element type of query, keys, values and output.
         triton_dtype: the same, as Triton spells it.
+        row_stride_type: Triton's type of the distance of two requests in query and output, which is in whole heads.
         num_ctas: CTAs in flight.
     """
 
-    schedule: Schedule
     head_dim: int
     padded_head_dim: int
     gqa_ratio: int
     dtype: KVDtype
     triton_dtype: str
+    row_stride_type: str
     num_ctas: int
 
 
 @dataclass(frozen=True)
 class LawConstants:
-    """The part of the page law that is the same for every group, in tokens; rho comes in as a tensor."""
+    """The part of the page law that is the same for every group; rho comes in as a tensor.
+
+    Args:
+        sink_tokens: first tokens, always kept.
+        window_tokens: most recent tokens, always kept.
+        rho_one: the rho that keeps everything.
+    """
 
     sink_tokens: int
     window_tokens: int
+    rho_one: int
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class DecodeKernel(AttentionSpec):
         dot_dtype: what a tensor-core product multiplies, as a Python expression.
         page_slots: head-token slots of a page; where its values begin.
         page_elements: distance of two pages, in elements.
+        page_stride_type: Triton's type of that distance.
         group_sizes: numbers of members that occur.
         tokens_per_page: tokens per page that occur.
         tile_tokens: tokens of one tile of the queue.
@@ -90,6 +98,7 @@ class DecodeKernel(AttentionSpec):
     dot_dtype: str
     page_slots: int
     page_elements: int
+    page_stride_type: str
     group_sizes: tuple[int, ...]
     tokens_per_page: tuple[int, ...]
     tile_tokens: int
@@ -124,11 +133,10 @@ class QueueKernel(KernelSpec):
 
 
 def specialize(plan: Plan) -> tuple[KernelSpec, ...]:
-    """The kernels of a plan, by name."""
-    schedules = [Schedule.TILE_QUEUE] + ([Schedule.STATIC_SPLITS] if plan.partition.static_splits else [])
+    """The kernels of a verified plan, by name."""
     specs: list[KernelSpec] = [_queue_kernel(plan)]
     for gqa_ratio in gqa_ratios(plan.model):
-        for schedule in schedules:
+        for schedule in Schedule:
             specs += [_decode_kernel(plan, schedule, gqa_ratio), _merge_kernel(plan, schedule, gqa_ratio)]
     return tuple(sorted(specs, key=lambda spec: spec.name))
 
@@ -147,26 +155,24 @@ def gqa_ratios(model: ModelShape) -> tuple[int, ...]:
 def _decode_kernel(plan: Plan, schedule: Schedule, gqa_ratio: int) -> DecodeKernel:
     layout = plan.layout
     sizes = sorted({group.num_members for group in plan.grouping.groups})
-    padded_head_dim, padded_gqa_ratio = (
-        next_power_of_two(layout.head_dim),
-        max(MIN_DOT_ROWS, next_power_of_two(gqa_ratio)),
-    )
+    padded_head_dim, padded_gqa_ratio = _padded(layout.head_dim), _padded(gqa_ratio)
     step_tokens = _step_tokens(plan.partition.tile_tokens, padded_gqa_ratio, padded_head_dim, layout.dtype)
     return DecodeKernel(
-        name=_name("decode", plan, schedule, gqa_ratio),
+        name=kernel_name("decode", schedule, layout, gqa_ratio),
         template=f"decode_{schedule}.py.j2",
         num_warps=4 if padded_gqa_ratio <= 32 else 8,
         num_stages=_num_stages(step_tokens, padded_gqa_ratio, padded_head_dim, layout.dtype),
-        schedule=schedule,
         head_dim=layout.head_dim,
         padded_head_dim=padded_head_dim,
         gqa_ratio=gqa_ratio,
         padded_gqa_ratio=padded_gqa_ratio,
         dtype=layout.dtype,
         triton_dtype=TRITON_DTYPES[layout.dtype],
+        row_stride_type=_stride_type(layout.head_dim),
         dot_dtype=INTERPRETED_BFLOAT16 if layout.dtype is KVDtype.BFLOAT16 else f"tl.{layout.dtype}",
         page_slots=layout.page_slots,
         page_elements=layout.page_elements,
+        page_stride_type=_stride_type(layout.page_elements),
         group_sizes=tuple(sizes),
         tokens_per_page=tuple(sorted({layout.tokens_per_page(size) for size in sizes})),
         tile_tokens=plan.partition.tile_tokens,
@@ -178,16 +184,16 @@ def _decode_kernel(plan: Plan, schedule: Schedule, gqa_ratio: int) -> DecodeKern
 
 def _merge_kernel(plan: Plan, schedule: Schedule, gqa_ratio: int) -> MergeKernel:
     return MergeKernel(
-        name=_name("merge", plan, schedule, gqa_ratio),
+        name=kernel_name("merge", schedule, plan.layout, gqa_ratio),
         template=f"merge_{schedule}.py.j2",
         num_warps=4,
         num_stages=1,
-        schedule=schedule,
         head_dim=plan.layout.head_dim,
-        padded_head_dim=next_power_of_two(plan.layout.head_dim),
+        padded_head_dim=_padded(plan.layout.head_dim),
         gqa_ratio=gqa_ratio,
         dtype=plan.layout.dtype,
         triton_dtype=TRITON_DTYPES[plan.layout.dtype],
+        row_stride_type=_stride_type(plan.layout.head_dim),
         num_ctas=plan.partition.num_ctas,
         merge_partials=MERGE_PARTIALS,
     )
@@ -195,8 +201,8 @@ def _merge_kernel(plan: Plan, schedule: Schedule, gqa_ratio: int) -> MergeKernel
 
 def _queue_kernel(plan: Plan) -> QueueKernel:
     return QueueKernel(
-        name="plan_tile_queue",
-        template="plan_tile_queue.py.j2",
+        name=QUEUE_NAME,
+        template=f"{QUEUE_NAME}.py.j2",
         num_warps=4,
         num_stages=1,
         tile_tokens=plan.partition.tile_tokens,
@@ -205,12 +211,8 @@ def _queue_kernel(plan: Plan) -> QueueKernel:
     )
 
 
-def _name(role: str, plan: Plan, schedule: Schedule, gqa_ratio: int) -> str:
-    return f"{role}_{schedule}_d{plan.layout.head_dim}_gqa{gqa_ratio}_{plan.layout.dtype}"
-
-
 def _law(plan: Plan) -> LawConstants:
-    return LawConstants(plan.budgets.sink_tokens, plan.budgets.window_tokens)
+    return LawConstants(plan.budgets.sink_tokens, plan.budgets.window_tokens, RHO_ONE)
 
 
 def _step_tokens(tile_tokens: int, padded_gqa_ratio: int, padded_head_dim: int, dtype: KVDtype) -> int:
@@ -218,7 +220,7 @@ def _step_tokens(tile_tokens: int, padded_gqa_ratio: int, padded_head_dim: int, 
     most = min(tile_tokens, MAX_STEP_SCORES // padded_gqa_ratio, MAX_STEP_BYTES // (padded_head_dim * dtype.itemsize))
     if dtype is KVDtype.FLOAT32:  # multiplied without tensor cores, from registers
         most //= 2
-    return max(MIN_DOT_ROWS, next_power_of_two(most + 1) // 2)
+    return max(MIN_DOT_SIZE, _next_power_of_two(most + 1) // 2)
 
 
 def _num_stages(step_tokens: int, padded_gqa_ratio: int, padded_head_dim: int, dtype: KVDtype) -> int:
@@ -231,6 +233,15 @@ def _num_stages(step_tokens: int, padded_gqa_ratio: int, padded_head_dim: int, d
     return max(1, min(MAX_STAGES, buffers + 1))
 
 
-def next_power_of_two(value: int) -> int:
-    """The smallest power of two that is not below a positive value."""
+def _stride_type(elements: int) -> str:
+    """Triton's type of a multiple of so many elements: where it is one of 16, vectors are loaded."""
+    return "i32:16" if elements % 16 == 0 else "i32"
+
+
+def _padded(size: int) -> int:
+    """Side of a tensor-core product that holds so many rows or columns."""
+    return max(MIN_DOT_SIZE, _next_power_of_two(size))
+
+
+def _next_power_of_two(value: int) -> int:
     return 1 << (value - 1).bit_length()

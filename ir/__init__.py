@@ -1,13 +1,14 @@
 """What a plan IS: frozen values, the page law, what makes them valid, their text and the manifest. Imports nothing of ours."""
 
+from .artefact_names import ALLOCATOR_FILE, HEAD_TABLES_NAME, KERNELS_FOLDER, QUEUE_NAME, kernel_name
 from .budget_table import BudgetTable
 from .cta_partition import CtaPartition, Schedule, ScheduleChoice, ScheduleEstimate, StaticSplits
-from .errors import MismatchError, TangramError, VerifyError
+from .errors import CheckFailedError, MismatchError, TangramError, VerifyError
 from .head_grouping import HeadGroup, HeadGrouping
-from .head_order import ORIGINAL_ORDER, HeadOrder
+from .head_order import HEAD_ORDER_KEY, ORIGINAL_ORDER, HeadOrder, check_head_order
 from .manifest import MANIFEST, REPORTS, Manifest, artefact_strangers, load_artefact, seal_artefact
 from .memory_use import REPORT_CONTEXTS, MemoryUse, memory_use
-from .model_shape import KVHead, LayerKind, LayerShape, ModelShape
+from .model_shape import AttentionForm, KVHead, LayerKind, LayerShape, ModelShape
 from .page_law import PAGE_TOKEN_ALIGNMENT, RHO_ONE, RetentionLaw, pages, tokens_per_page
 from .page_layout import KVDtype, PageLayout
 from .paths import user_path
@@ -25,13 +26,20 @@ from .verify import (
 )
 
 __all__ = [
+    "ALLOCATOR_FILE",
+    "HEAD_ORDER_KEY",
+    "HEAD_TABLES_NAME",
+    "KERNELS_FOLDER",
     "MANIFEST",
     "ORIGINAL_ORDER",
     "PAGE_TOKEN_ALIGNMENT",
+    "QUEUE_NAME",
     "REPORTS",
     "REPORT_CONTEXTS",
     "RHO_ONE",
+    "AttentionForm",
     "BudgetTable",
+    "CheckFailedError",
     "CtaPartition",
     "HeadGroup",
     "HeadGrouping",
@@ -55,6 +63,8 @@ __all__ = [
     "TangramError",
     "VerifyError",
     "artefact_strangers",
+    "check_head_order",
+    "kernel_name",
     "load_artefact",
     "memory_use",
     "pages",

@@ -25,7 +25,11 @@ class TangramError(Exception):
         return " ".join(line.split())
 
 
-class VerifyError(TangramError):
+class CheckFailedError(TangramError):
+    """A check failed or could not be made; the command line exits with 1."""
+
+
+class VerifyError(CheckFailedError):
     """A product of the compiler breaks one of the invariants of `ir.verify`."""
 
 

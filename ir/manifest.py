@@ -18,6 +18,7 @@ from .text import SCHEMA, parse_plan, plan_hash, print_json
 from .verify import verify_plan
 
 MANIFEST, PLAN, REPORTS = "manifest.json", "plan.json", "reports"
+REPORT_FILES = ("build.json", "compile.json")  # what `build` and `verify` write there; all else is the user's
 
 
 class Manifest(BaseModel):
@@ -116,12 +117,11 @@ def load_artefact(directory: Path) -> Plan:
 
 def artefact_strangers(directory: Path) -> list[str]:
     """Relative paths of files in a directory that no build put there."""
-    present = _artefact_files(directory)
     try:
-        known = _read_manifest(directory).files
+        known = {MANIFEST, *_read_manifest(directory).files, *(f"{REPORTS}/{name}" for name in REPORT_FILES)}
     except TangramError:
         return _files(directory)  # no artefact: nothing here is ours, a folder called `reports` neither
-    return [path for path in present if path not in known]
+    return [path for path in _files(directory) if path not in known and not path.endswith(".pyc")]
 
 
 def _read_manifest(directory: Path) -> Manifest:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -47,6 +48,34 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class AttentionForm:
+    """How planned layers turn scores into probabilities: `softmax(cap(softmax_scale * q k))`, RoPE and norms being in q and k.
+
+    Args:
+        softmax_scale: what `q k` is multiplied by.
+        logit_softcap: `cap(x) = logit_softcap * tanh(x / logit_softcap)` (Gemma 2); None: `cap(x) = x`.
+        has_sinks: every query head has one more logit of its own, which joins the sum and has no value (gpt-oss).
+    """
+
+    softmax_scale: float
+    logit_softcap: float | None = None
+    has_sinks: bool = False
+
+    @classmethod
+    def plain(cls, head_dim: int) -> "AttentionForm":
+        """`softmax(q k / sqrt(head_dim))`, as nearly every model has it."""
+        return cls(1 / math.sqrt(head_dim))  # not `**`: its last bit is the platform's, and the plan hash has it
+
+    def is_plain(self, head_dim: int) -> bool:
+        """Whether this is `plain(head_dim)`, up to the float32 that a config may have gone through."""
+        unscaled = math.isclose(self.softmax_scale**2 * head_dim, 1, rel_tol=1e-6)
+        return unscaled and self.logit_softcap is None and not self.has_sinks
+
+
+_PLAIN = AttentionForm(math.nan)  # the default of a field cannot know `head_dim`: see `ModelShape.__post_init__`
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The attention shape of a causal language model, as read from its `config.json`.
 
@@ -55,12 +84,18 @@ class ModelShape:
         layers: every decoder layer, in order.
         head_dim: width of one head, in elements.
         identity: further architecture values (hidden size, vocabulary, RoPE base ...) that tell models of one shape apart.
+        attention: what the softmax of the planned layers computes; `AttentionForm.plain(head_dim)` if left out.
     """
 
     model_type: str
     layers: tuple[LayerShape, ...]
     head_dim: int
     identity: tuple[tuple[str, str], ...] = ()
+    attention: AttentionForm = _PLAIN
+
+    def __post_init__(self) -> None:
+        if self.attention is _PLAIN:
+            object.__setattr__(self, "attention", AttentionForm.plain(self.head_dim))
 
     @property
     def planned_layers(self) -> tuple[int, ...]:
@@ -87,7 +122,14 @@ class ModelShape:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything above: equal for equal architectures, whatever file the config came from."""
+        """Hash of everything above: equal for equal architectures, whatever file the config came from.
+
+        Plain attention adds nothing to the text, and floats have the digits that GGUF files keep.
+        """
         layers = [[layer.kind.value, layer.num_kv_heads, layer.num_q_heads, layer.kv_owner] for layer in self.layers]
-        text = json.dumps([self.model_type, layers, self.head_dim, self.identity], separators=(",", ":"))
+        parts: list[object] = [self.model_type, layers, self.head_dim, self.identity]
+        if not self.attention.is_plain(self.head_dim):
+            scale, cap = self.attention.softmax_scale, self.attention.logit_softcap
+            parts.append([f"{scale:.7g}", None if cap is None else f"{cap:.7g}", self.attention.has_sinks])
+        text = json.dumps(parts, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()

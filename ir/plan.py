@@ -24,7 +24,7 @@ class Provenance:
 
     Args:
         profile: name of the profile that set the budgets.
-        profile_hash: hash of that profile's content; empty if none was needed (everything is kept).
+        profile_hash: hash of that profile's content.
         rule: rule that turned the profile into budgets.
         grouping_solver: solver of the head groups.
         partition_solver: solver of the static splits.

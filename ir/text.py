@@ -1,7 +1,7 @@
 """The text form of a plan: canonical JSON that reads and diffs well. `parse_plan(print_plan(plan)) == plan`.
 
-One value has one text: keys stand in the order below, a list or object that fits into one line is one line, numbers
-are integers but for the cost model's estimates. The plan hash is the SHA-256 of this text.
+One value has one text: keys stand in the order below, a list or object that fits into one line is one line, numbers are
+integers but for the softmax's and the cost model's estimates. The plan hash is the SHA-256 of this text.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ from .cta_partition import CtaPartition, Schedule, ScheduleChoice, ScheduleEstim
 from .errors import TangramError
 from .head_grouping import HeadGroup, HeadGrouping
 from .head_order import HeadOrder
-from .model_shape import KVHead, LayerKind, LayerShape, ModelShape
+from .model_shape import AttentionForm, KVHead, LayerKind, LayerShape, ModelShape
 from .page_layout import KVDtype, PageLayout
 from .plan import Plan, Provenance
 
 SCHEMA = "tangram-plan/1"
 LINE_WIDTH = 120
 
-Json = Mapping[str, Any] | Sequence[Any] | str | int | float
+Json = Mapping[str, Any] | Sequence[Any] | str | int | float | None
 
 
 def plan_hash(plan: Plan) -> str:
@@ -86,6 +86,11 @@ def _plan_to_json(plan: Plan) -> Json:
         "model": {
             "model_type": shape.model_type,
             "head_dim": shape.head_dim,
+            "attention": {
+                "softmax_scale": shape.attention.softmax_scale,
+                "logit_softcap": shape.attention.logit_softcap,
+                "has_sinks": shape.attention.has_sinks,
+            },
             "identity": dict(shape.identity),
             "layers": [
                 [layer.kind.value, layer.num_kv_heads, layer.num_q_heads, layer.kv_owner] for layer in shape.layers
@@ -152,6 +157,7 @@ def _plan_from_json(raw: dict[str, Any]) -> Plan:
         layers=tuple(LayerShape(LayerKind(kind), kv, q, owner) for kind, kv, q, owner in model["layers"]),
         head_dim=model["head_dim"],
         identity=tuple(model["identity"].items()),
+        attention=AttentionForm(**model["attention"]),
     )
     return Plan(
         model=shape,
@@ -211,7 +217,7 @@ def _per_head(table: Mapping[str, Sequence[int]]) -> dict[KVHead, int]:
 def _print_json(value: Json, *, indent: int, reserved: int) -> str:
     """JSON of a value whose first line starts after `reserved` further characters."""
     line = json.dumps(value, ensure_ascii=False)
-    if indent + reserved + len(line) < LINE_WIDTH or isinstance(value, str | int | float):
+    if indent + reserved + len(line) < LINE_WIDTH or isinstance(value, str | int | float | None):
         return line
     inner = " " * (indent + 1)
     if isinstance(value, Mapping):

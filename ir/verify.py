@@ -1,5 +1,6 @@
 """What makes each product of the compiler valid. Called by the pipeline after every stage, by the tests, and on load."""
 
+import math
 from collections.abc import Iterable
 from itertools import product
 
@@ -10,7 +11,7 @@ from .head_grouping import HeadGrouping
 from .head_order import HeadOrder
 from .memory_use import REPORT_CONTEXTS, memory_use
 from .model_shape import KVHead, LayerKind, ModelShape
-from .page_law import RHO_ONE, tokens_per_page
+from .page_law import PAGE_TOKEN_ALIGNMENT, RHO_ONE, tokens_per_page
 from .page_layout import PageLayout
 from .plan import Plan
 
@@ -23,6 +24,10 @@ def verify_model_shape(shape: ModelShape) -> None:
         )
     if shape.head_dim < 1:
         raise VerifyError("head_dim is not positive", where=shape.model_type, got=shape.head_dim)
+    form = shape.attention
+    for name, value in (("softmax scale", form.softmax_scale), ("logit soft cap", form.logit_softcap)):
+        if value is not None and not 0 < value < math.inf:
+            raise VerifyError(f"{name} is not a positive number", where=shape.model_type, got=value)
     for index, layer in enumerate(shape.layers):
         where = f"layer {index}"
         if layer.num_kv_heads and layer.num_q_heads % layer.num_kv_heads:
@@ -62,6 +67,13 @@ def verify_head_order(order: HeadOrder, shape: ModelShape) -> None:
 
 def verify_grouping(grouping: HeadGrouping, budgets: BudgetTable, shape: ModelShape, tensor_parallel: int) -> None:
     """Every KV head has exactly one column, on the rank that owns it, under a law that covers its own."""
+    for layer in shape.planned_layers:
+        if tensor_parallel < 1 or shape.layers[layer].num_kv_heads % tensor_parallel:
+            raise VerifyError(
+                "KV heads do not divide over ranks",
+                where=f"layer {layer}",
+                got=f"{shape.layers[layer].num_kv_heads} over {tensor_parallel}",
+            )
     seen: dict[KVHead, int] = {}
     for group_id, group in enumerate(grouping.groups):
         where = f"group {group_id}"
@@ -81,6 +93,8 @@ def verify_grouping(grouping: HeadGrouping, budgets: BudgetTable, shape: ModelSh
                 where=where,
                 got=f"{group.num_members} members, {grouping.page_slots} slots",
             )
+        if not 0 <= group.rho <= RHO_ONE:
+            raise VerifyError("rho is out of range", where=where, got=group.rho, expected=f"0 to {RHO_ONE}")
     for rank, group_id, _, kv_head in grouping.columns():
         if kv_head in seen:
             raise VerifyError(
@@ -110,7 +124,7 @@ def verify_grouping(grouping: HeadGrouping, budgets: BudgetTable, shape: ModelSh
 
 
 def verify_layout(layout: PageLayout, grouping: HeadGrouping, shape: ModelShape) -> None:
-    """The page has the slots that groups were made for, and every slot starts at a whole element."""
+    """The page has the slots that groups were made for, parts that start at 16 bytes, and offsets that 32 bits hold."""
     if layout.page_slots != grouping.page_slots or layout.head_dim != shape.head_dim:
         raise VerifyError(
             "page does not fit groups and model",
@@ -118,12 +132,28 @@ def verify_layout(layout: PageLayout, grouping: HeadGrouping, shape: ModelShape)
             got=f"{layout.page_slots} slots, head_dim {layout.head_dim}",
             expected=f"{grouping.page_slots} slots, head_dim {shape.head_dim}",
         )
-    if layout.page_bytes % 16:
-        raise VerifyError("page is not a multiple of 16 bytes", where="page layout", got=layout.page_bytes)
+    if layout.page_slots < 1 or layout.page_slots % PAGE_TOKEN_ALIGNMENT:
+        raise VerifyError(
+            "page_slots is not aligned",
+            where="page layout",
+            got=layout.page_slots,
+            expected=f"a positive multiple of {PAGE_TOKEN_ALIGNMENT}",
+        )
+    if layout.page_elements >= 1 << 31:
+        raise VerifyError(
+            "page is too large for 32-bit offsets in it", where="page layout", got=f"{layout.page_elements} elements"
+        )
 
 
 def verify_partition(partition: CtaPartition, shape: ModelShape, tensor_parallel: int) -> None:
     """Every KV head has a split for every batch size, no layer has more splits than CTAs, and one schedule was chosen for each case."""
+    if partition.num_ctas < 1 or partition.tile_tokens < 1 or partition.tile_tokens % PAGE_TOKEN_ALIGNMENT:
+        raise VerifyError(
+            "CTAs or tile are not valid",
+            where="partition",
+            got=f"{partition.num_ctas} CTAs, tiles of {partition.tile_tokens} tokens",
+            expected=f"at least one, and a positive multiple of {PAGE_TOKEN_ALIGNMENT}",
+        )
     sizes = [static.batch for static in partition.static_splits]
     if not sizes or sizes[0] < 1 or sizes != sorted(set(sizes)):
         raise VerifyError("batch sizes do not rise from 1 on", where="partition", got=sizes)

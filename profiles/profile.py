@@ -47,7 +47,7 @@ class Profile:
         kv_heads: the KV heads that were measured, by layer, then by head; the last axis of `retained`.
         ratios: requested retention ratios, rising.
         samples: the calibration inputs.
-        retained: per level, float64 [samples, ratios, kv_heads] in [0, 1]: retained fraction of the compressible tokens.
+        retained: per level, float64 [samples, ratios, kv_heads] in [0, 1]: retained fraction of the tokens that competed.
         mean_keys: float32 [kv_heads, head_dim], mean over tokens of normalised post-RoPE keys; None if not measured.
     """
 

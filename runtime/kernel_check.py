@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tangram_plan.ir import KVDtype, Plan, TangramError, parse_plan, print_plan
+from tangram_plan.ir import QUEUE_NAME, CheckFailedError, KVDtype, Plan, parse_plan, print_plan
 
 from .kernel_modules import kernel_files, load_module
 
@@ -77,7 +77,8 @@ def check_kernels(directory: Path, plan: Plan) -> list[KernelResult]:
         plan: the plan that they were generated from.
 
     Raises:
-        TangramError: if torch or triton is missing, there are no kernels, or the head tables are not the plan's.
+        CheckFailedError: if torch or triton is missing, the check stopped, or the head tables are not the plan's.
+        TangramError: if there are no kernels.
     """
     _require_packages()
     from .kernel_problem import verify_head_tables
@@ -95,14 +96,15 @@ def compile_kernels(directory: Path) -> dict[str, dict[int, CompiledKernel]]:
     """Compiles every generated kernel of an artefact, and runs none: {name: {architecture: what the compiler says}}.
 
     Raises:
-        TangramError: if torch or triton is missing, there are no kernels, or one does not compile.
+        CheckFailedError: if torch or triton is missing, or a kernel does not compile.
+        TangramError: if there are no kernels.
     """
     _require_packages()
     with tempfile.TemporaryDirectory() as cache, _started("compile", directory, _compile_settings(cache)) as compiler:
         compiled = _finish(compiler)
     for name, found in compiled.items():
         if "failure" in found:
-            raise TangramError("kernel does not compile", where=name, got=found["failure"])
+            raise CheckFailedError("kernel does not compile", where=name, got=found["failure"])
     return {name: _compiled(found) for name, found in compiled.items()}
 
 
@@ -127,8 +129,12 @@ def _result(name: str, plan: Plan, run: dict[str, object], compiled: dict[str, o
             )
     error = run.get("max_error")
     max_error = float(error) if isinstance(error, int | float) else float("inf")
-    tolerance = 0.0 if name == "plan_tile_queue" else TOLERANCES[plan.layout.dtype]
-    return KernelResult(name, max_error, tolerance, found, "; ".join(failures))
+    return KernelResult(name, max_error, tolerance(name, plan.layout.dtype), found, "; ".join(failures))
+
+
+def tolerance(name: str, dtype: KVDtype) -> float:
+    """Largest error of a kernel that is right; tiles are counted exactly."""
+    return 0.0 if name == QUEUE_NAME else TOLERANCES[dtype]
 
 
 def _compiled(found: dict[str, object]) -> dict[int, CompiledKernel]:
@@ -142,7 +148,7 @@ def _compile_settings(cache: str) -> dict[str, str]:
 def _require_packages() -> None:
     missing = [package for package in ("torch", "triton") if importlib.util.find_spec(package) is None]
     if missing:
-        raise TangramError(
+        raise CheckFailedError(
             "checking kernels needs packages that are not installed",
             got=f"no {' and no '.join(missing)}",
             fix="run `pip install 'tangram-plan[verify]'`",
@@ -166,7 +172,7 @@ def _finish(process: subprocess.Popen[str], text: str = "") -> dict[str, dict[st
     output, log = process.communicate(text)
     if process.returncode:
         last = log.strip().splitlines()[-1] if log.strip() else ""
-        raise TangramError("the kernel check stopped", got=last, where=" ".join(map(str, process.args[2:4])))  # type: ignore[index]
+        raise CheckFailedError("the kernel check stopped", got=last, where=" ".join(map(str, process.args[2:4])))  # type: ignore[index]
     found: dict[str, dict[str, object]] = json.loads(output.splitlines()[-1])
     return found
 
@@ -190,8 +196,8 @@ def _compile_all(directory: Path) -> dict[str, dict[str, object]]:
 def compile_kernel(directory: Path, name: str, arch: int) -> CompiledKernel:
     """Compiles one generated kernel ahead of time; needs a process in which Triton does not interpret.
 
-    Pointers and strides are declared multiples of 16, as they are at serving time: vector loads depend on it.
-    Registers and spills are read from what ptxas prints, hence from a compilation that was not cached.
+    Arguments that the kernel's SIGNATURE calls multiples of 16 are declared so, as Triton finds them at serving time:
+    vector loads depend on it. Registers and spills are read from what ptxas prints, hence from a compilation that was not cached.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -199,9 +205,9 @@ def compile_kernel(directory: Path, name: str, arch: int) -> CompiledKernel:
 
     module = load_module(directory, name)
     kernel = module.KERNEL
-    types = dict(zip(kernel.arg_names, module.SIGNATURE.split(), strict=True))
-    pointers_and_strides = [p for p in kernel.params if types[p.name].startswith("*") or p.name.endswith("_stride")]
-    aligned = [p.num for p in pointers_and_strides if not p.do_not_specialize_on_alignment]
+    declared = [argument.partition(":") for argument in module.SIGNATURE.split()]
+    types = dict(zip(kernel.arg_names, (name for name, _, _ in declared), strict=True))
+    aligned = [index for index, (_, _, multiple) in enumerate(declared) if multiple]
     source = ASTSource(kernel, types, attrs={(i,): [["tt.divisibility", 16]] for i in aligned})
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(module.OPTIONS))

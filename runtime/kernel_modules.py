@@ -6,19 +6,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from tangram_plan.ir import PageLayout, Schedule, TangramError
+from tangram_plan.ir import HEAD_TABLES_NAME, KERNELS_FOLDER, TangramError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
-
-KERNELS_FOLDER = "kernels"
-HEAD_TABLES_NAME = "head_tables"
-QUEUE_NAME = "plan_tile_queue"
-
-
-def kernel_name(role: str, schedule: Schedule, layout: PageLayout, gqa_ratio: int) -> str:
-    """Name of a generated kernel whose role is "decode" or "merge"; `codegen.specialize` writes the same."""
-    return f"{role}_{schedule}_d{layout.head_dim}_gqa{gqa_ratio}_{layout.dtype}"
 
 
 def kernel_files(directory: Path) -> tuple[Path, ...]:

@@ -1,20 +1,22 @@
 """Small ragged decode problems for the generated kernels of a plan, run and compared with the reference.
 
 What makes them hard on purpose: requests of 0, 1 and about a page and a tile of tokens, a prompt that is only partly computed,
-padded rows, pages in scattered order, fewer tiles than CTAs, and a pool in which every slot without a token is NaN.
+padded rows, pages in scattered order, fewer tiles than CTAs, more splits than tokens, and a pool in which every slot without a
+token is NaN. The tables that the kernels are given come from the artefact's head tables, as at serving time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from tangram_plan.ir import KVHead, MismatchError, Plan, Schedule
+from tangram_plan.ir import HEAD_TABLES_NAME, QUEUE_NAME, CheckFailedError, Plan, Schedule, kernel_name
 
-from .kernel_modules import HEAD_TABLES_NAME, QUEUE_NAME, kernel_files, kernel_name, load_module
+from .head_tables import HeadTables, int32, load_head_tables
+from .kernel_modules import kernel_files, load_module
 from .reference import (
     HeadPlace,
     PageTable,
@@ -30,6 +32,8 @@ MAX_LAYERS = 3  # of every GQA ratio
 MAX_HEADS = 4  # of every layer
 MAX_TOKENS = 600  # of a request, roughly: the interpreter is slow
 FEW_CTAS = 7  # fewer than tiles, so that a CTA crosses from pair to pair
+MAX_SPLITS = 5  # of a KV head, of those that were planned
+UNEVEN_SPLITS = (5, 2, 4, 3)  # of the KV heads in turn: whatever the plan has, some are shared and some stay empty
 
 Batch = Sequence[tuple[int, int]]  # (prompt tokens, tokens so far) per request
 
@@ -39,7 +43,10 @@ class Problem:
     """Inputs of one decode step for some KV heads of one layer and rank; R requests, D elements a head.
 
     Args:
-        places: the KV heads.
+        rank: whose KV heads.
+        layer: theirs.
+        heads: local KV heads.
+        places: where the plan says that they lie.
         q: [R, len(places) * gqa_ratio, D].
         pool: flat.
         page_table: of the batch.
@@ -48,6 +55,9 @@ class Problem:
         expected: float64 [R, len(places) * gqa_ratio, D], by the reference.
     """
 
+    rank: int
+    layer: int
+    heads: tuple[int, ...]
     places: tuple[HeadPlace, ...]
     q: torch.Tensor
     pool: torch.Tensor
@@ -73,21 +83,20 @@ class GeneratedKernels:
 
     def __init__(self, directory: Path, plan: Plan, device: str = "cpu") -> None:
         self.plan, self.device = plan, device
-        self.tables = load_module(directory, HEAD_TABLES_NAME)
+        self.tables = load_head_tables(directory)
         self.modules = {path.stem: load_module(directory, path.stem) for path in kernel_files(directory)}
 
-    def tile_queue(self, batch: Batch, layers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Cumulative tiles of a batch: for every layer, given as the head groups of its KV heads, int32 [R * num_kv_heads + 1]."""
-        group_id = self._int32([group for layer in layers for group in layer])
-        starts = [sum(map(len, layers[:layer])) for layer in range(len(layers) + 1)]
-        tile_indptr = torch.full(
-            (len(batch) * group_id.numel() + len(layers),), -1, dtype=torch.int32, device=self.device
-        )
-        prompts, totals = self._int32([prompt for prompt, _ in batch]), self._int32([total for _, total in batch])
-        rho = self.tables.group_tables(self.device).rho
-        self.modules[QUEUE_NAME].launch(prompts, totals, self._int32(starts), group_id, rho, tile_indptr)
-        ends = [len(batch) * end + layer + 1 for layer, end in enumerate(starts[1:])]
-        return [tile_indptr[start:end].cpu() for start, end in zip([0, *ends], ends, strict=False)]
+    def tile_queue(self, batch: Batch, rank: int = 0) -> dict[int, torch.Tensor]:
+        """Cumulative tiles of a batch, by the generated kernel: {layer: int32 [R * num_kv_heads + 1]}."""
+        tables, num_requests = self.tables, len(batch)
+        prompts, totals = (int32(lengths, self.device) for lengths in zip(*batch, strict=True))
+        tile_indptr = int32([-1] * tables.queue_size(rank, num_requests), self.device)
+        rho = tables.group_tables(self.device).rho
+        self.modules[QUEUE_NAME].launch(prompts, totals, *tables.queue_tables(rank, self.device), rho, tile_indptr)
+        return {
+            layer: tile_indptr[slice(*tables.queue_range(rank, layer, num_requests))].cpu()
+            for layer in tables.planned_layers
+        }
 
     def run_tile_queue(self, problem: Problem, tile_indptr: torch.Tensor, num_ctas: int) -> torch.Tensor:
         """Attention output of a problem by tile queue; every buffer is NaN beforehand."""
@@ -102,11 +111,13 @@ class GeneratedKernels:
     def run_static_splits(self, problem: Problem, splits: Sequence[int]) -> torch.Tensor:
         """Attention output of a problem by so many splits per KV head; every buffer is NaN beforehand."""
         decode, merge = self._pair_of(Schedule.STATIC_SPLITS, problem)
-        split_head = self._int32([head for head, num_splits in enumerate(splits) for _ in range(num_splits)])
-        split_indptr = self._int32([sum(splits[:head]) for head in range(len(splits) + 1)])
-        partial_out, partial_lse, out = self._buffers((problem.q.shape[0], sum(splits)), problem)
-        decode.launch(*self._inputs(problem), split_head, split_indptr, partial_out, partial_lse)
-        merge.launch(partial_out, partial_lse, split_indptr, out)
+        num_requests = problem.q.shape[0]
+        tables = replace(
+            self.tables, batches=(num_requests,), splits={(num_requests, problem.rank, problem.layer): tuple(splits)}
+        ).split_tables(problem.rank, problem.layer, num_requests, self.device)
+        partial_out, partial_lse, out = self._buffers((num_requests, sum(splits)), problem)
+        decode.launch(*self._inputs(problem), *tables, partial_out, partial_lse)
+        merge.launch(partial_out, partial_lse, tables.split_indptr, out)
         return out.cpu()
 
     def gqa_ratios(self) -> set[int]:
@@ -119,15 +130,12 @@ class GeneratedKernels:
 
     def _inputs(self, problem: Problem) -> tuple[torch.Tensor, ...]:
         inputs = (problem.q, problem.pool, *problem.page_table, problem.prompt_tokens, problem.num_tokens)
+        heads = torch.tensor(problem.heads, device=self.device)
         return (
             *(tensor.to(self.device) for tensor in inputs),
-            self._int32([place.group_id for place in problem.places]),
-            self._int32([place.column for place in problem.places]),
+            *(table[heads] for table in self.tables.layer_tables(problem.rank, problem.layer, self.device)),
             *self.tables.group_tables(self.device),
         )
-
-    def _int32(self, values: Sequence[int]) -> torch.Tensor:
-        return _int32(values).to(self.device)
 
     def _buffers(self, slots: tuple[int, ...], problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """NaN-filled partial results (float32 [*slots, gqa_ratio, D]), their logarithms, and output."""
@@ -144,38 +152,62 @@ def verify_head_tables(directory: Path, plan: Plan) -> None:
     """Checks the constants of the generated head tables, of every rank and layer.
 
     Raises:
-        MismatchError: if one is not what the plan says.
+        CheckFailedError: if one is not what the plan says.
     """
-    tables = load_module(directory, HEAD_TABLES_NAME)
-    groups = plan.grouping.groups
-    expected: dict[str, object] = {
-        "PLANNED_LAYERS": plan.model.planned_layers,
-        "TENSOR_PARALLEL": plan.tensor_parallel,
-        "RHO": tuple(group.rho for group in groups),
-        "TOKENS_PER_PAGE": tuple(plan.layout.tokens_per_page(group.num_members) for group in groups),
-    }
+    groups, static_splits = plan.grouping.groups, plan.partition.static_splits
     ranks_and_layers = [(rank, layer) for rank in range(plan.tensor_parallel) for layer in plan.model.planned_layers]
     places = {key: local_heads(plan, *key) for key in ranks_and_layers}
-    expected["GROUP_ID"] = {key: tuple(place.group_id for place in found) for key, found in places.items()}
-    expected["COLUMN"] = {key: tuple(place.column for place in found) for key, found in places.items()}
-    expected["SPLITS"] = {
-        (planned.batch, rank, layer): tuple(
-            planned.splits[KVHead(layer, rank * len(found) + head)] for head in range(len(found))
-        )
-        for planned in plan.partition.static_splits
-        for (rank, layer), found in places.items()
-    }
-    for name, value in expected.items():
-        if getattr(tables, name) != value:
-            raise MismatchError(
+    expected = HeadTables(
+        planned_layers=plan.model.planned_layers,
+        tensor_parallel=plan.tensor_parallel,
+        rho=tuple(group.rho for group in groups),
+        tokens_per_page=tuple(plan.layout.tokens_per_page(group.num_members) for group in groups),
+        group_id={key: tuple(place.group_id for place in found) for key, found in places.items()},
+        column={key: tuple(place.column for place in found) for key, found in places.items()},
+        batches=tuple(static.batch for static in static_splits),
+        splits={
+            (static.batch, rank, layer): tuple(
+                static.splits[kv_head] for kv_head in plan.model.local_kv_heads(layer, rank, plan.tensor_parallel)
+            )
+            for static in static_splits
+            for rank, layer in ranks_and_layers
+        },
+    )
+    generated = load_head_tables(directory)
+    for field in fields(HeadTables):
+        if getattr(generated, field.name) != getattr(expected, field.name):
+            raise CheckFailedError(
                 "generated constant is not the plan's",
-                where=f"{HEAD_TABLES_NAME}.py, {name}",
+                where=f"{HEAD_TABLES_NAME}.py, {field.name.upper()}",
                 fix="build the artefact again",
             )
 
 
-def make_problem(plan: Plan, places: Sequence[HeadPlace], gqa_ratio: int, batch: Batch, *, seed: int = 0) -> Problem:
-    """Random keys and values for these KV heads in a pool that is NaN elsewhere, and what attention makes of them."""
+def make_problem(
+    plan: Plan,
+    batch: Batch,
+    *,
+    layer: int = 0,
+    rank: int = 0,
+    heads: Sequence[int] | None = None,
+    gqa_ratio: int | None = None,
+    seed: int = 0,
+) -> Problem:
+    """Random keys and values in a pool that is NaN elsewhere, and what attention makes of them.
+
+    Args:
+        plan: gives lengths and page geometry.
+        batch: the requests.
+        layer: whose KV heads.
+        rank: whose.
+        heads: local KV heads; by default all of them.
+        gqa_ratio: query heads per KV head; by default the layer's own.
+        seed: of the random numbers.
+    """
+    all_places = local_heads(plan, rank, layer)
+    heads = tuple(range(len(all_places)) if heads is None else heads)
+    places = tuple(all_places[head] for head in heads)
+    gqa_ratio = plan.model.layers[layer].gqa_ratio if gqa_ratio is None else gqa_ratio
     generator = torch.Generator().manual_seed(seed)
     layout, dtype = plan.layout, torch_dtype(plan.layout)
     prompts, totals = [prompt for prompt, _ in batch], [total for _, total in batch]
@@ -198,7 +230,7 @@ def make_problem(plan: Plan, places: Sequence[HeadPlace], gqa_ratio: int, batch:
     expected = decode_attention(
         plan, places, q.double(), pool, page_table, prompts, totals, compute_dtype=torch.float64
     )
-    return Problem(tuple(places), q, pool, page_table, _int32(prompts), _int32(totals), expected)
+    return Problem(rank, layer, heads, places, q, pool, page_table, int32(prompts), int32(totals), expected)
 
 
 def edge_batch(plan: Plan, places: Sequence[HeadPlace]) -> Batch:
@@ -230,7 +262,7 @@ def expected_queue(plan: Plan, batch: Batch, group_ids: Sequence[int]) -> torch.
     """Cumulative tiles of one layer, given as the head groups of its KV heads, by the page law: int32 [R * num_kv_heads + 1]."""
     tile = plan.partition.tile_tokens
     tiles = [-(-plan.group_tokens(group_id, *request) // tile) for request in batch for group_id in group_ids]
-    return _int32([0, *tiles]).cumsum(0, dtype=torch.int32)
+    return int32([0, *tiles]).cumsum(0, dtype=torch.int32)
 
 
 def names_of(plan: Plan, schedule: Schedule, gqa_ratio: int) -> tuple[str, str]:
@@ -266,6 +298,12 @@ def sample_heads(plan: Plan, places: Sequence[HeadPlace]) -> list[int]:
         max(heads, key=lambda head: places[head].column),
     ]
     return sorted(list(dict.fromkeys([*extremes, *heads]))[:MAX_HEADS])
+
+
+def planned_splits(tables: HeadTables, layer: int, heads: Sequence[int]) -> list[tuple[int, ...]]:
+    """Static splits of some local heads of rank 0, of the smallest and of the largest batch, at most `MAX_SPLITS` each."""
+    planned = [tables.splits[batch, 0, layer] for batch in (tables.batches[0], tables.batches[-1])]
+    return list(dict.fromkeys(tuple(min(splits[head], MAX_SPLITS) for head in heads) for splits in planned))
 
 
 def run_all(directory: Path, plan: Plan, device: str = "cpu") -> dict[str, dict[str, object]]:
@@ -304,21 +342,23 @@ def _attempts(kernels: GeneratedKernels) -> Iterator[tuple[tuple[str, ...], Call
         {plan.model.layers[layer].gqa_ratio for layer in plan.model.planned_layers} | kernels.gqa_ratios()
     ):
         for layer in sample_layers(plan):
-            all_places = local_heads(plan, 0, layer)
-            heads = sample_heads(plan, all_places)
-            places = [all_places[head] for head in heads]
-            problem = make_problem(plan, places, gqa_ratio, edge_batch(plan, places), seed=layer)
-            few_tiles = make_problem(plan, places, gqa_ratio, [(1, 1)], seed=layer)
-            no_tiles = make_problem(plan, places, gqa_ratio, [(77, 0)], seed=layer)
+            places = local_heads(plan, 0, layer)
+            heads = sample_heads(plan, places)
+            problem_of = partial(make_problem, plan, layer=layer, heads=heads, gqa_ratio=gqa_ratio, seed=layer)
+            problem = problem_of(edge_batch(plan, [places[head] for head in heads]))
+            few_tiles, no_tiles, few_tokens = problem_of([(1, 1)]), problem_of([(77, 0)]), problem_of([(1, 1), (1, 40)])
+
             names = names_of(plan, Schedule.TILE_QUEUE, gqa_ratio)
             yield names, partial(_tile_queue_error, kernels, problem, FEW_CTAS)
             yield names, partial(_tile_queue_error, kernels, few_tiles, plan.partition.num_ctas)
             yield names, partial(_tile_queue_error, kernels, no_tiles, FEW_CTAS)
+
             names = names_of(plan, Schedule.STATIC_SPLITS, gqa_ratio)
-            for planned in plan.partition.static_splits[-1:]:
-                splits = [planned.splits[KVHead(layer, head)] for head in heads]
+            for splits in planned_splits(kernels.tables, layer, heads):
                 yield names, partial(_static_splits_error, kernels, problem, splits)
-                yield names, partial(_static_splits_error, kernels, no_tiles, splits)
+            uneven = [UNEVEN_SPLITS[place % len(UNEVEN_SPLITS)] for place in range(len(heads))]
+            yield names, partial(_static_splits_error, kernels, few_tokens, uneven)
+            yield names, partial(_static_splits_error, kernels, no_tiles, uneven)
 
 
 def _queue_error(kernels: GeneratedKernels) -> float:
@@ -327,9 +367,9 @@ def _queue_error(kernels: GeneratedKernels) -> float:
     batch = [(prompt, prompt) for prompt in (0, 1, 15, 16, 17, 1000, 32767, 32768, 131071, 2**20)]
     batch += [(77, 0), (1, 33), (5000, 1234), (70000, 70003)]
     for rank in range(plan.tensor_parallel):
-        layers = [[place.group_id for place in local_heads(plan, rank, layer)] for layer in plan.model.planned_layers]
-        for layer, found in zip(layers, kernels.tile_queue(batch, layers), strict=True):
-            if not torch.equal(found, expected_queue(plan, batch, layer)):
+        for layer, found in kernels.tile_queue(batch, rank).items():
+            group_ids = [place.group_id for place in local_heads(plan, rank, layer)]
+            if not torch.equal(found, expected_queue(plan, batch, group_ids)):
                 return float("inf")
     return 0.0
 
@@ -341,7 +381,3 @@ def _tile_queue_error(kernels: GeneratedKernels, problem: Problem, num_ctas: int
 
 def _static_splits_error(kernels: GeneratedKernels, problem: Problem, splits: Sequence[int]) -> float:
     return max_error(kernels.run_static_splits(problem, splits), problem.expected)
-
-
-def _int32(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)

@@ -35,7 +35,7 @@ def write_artefact(plan: Plan, reports: Mapping[str, Mapping[str, object]], outp
         TangramError: something else is at `output`, or it cannot be written; `output` is then as it was.
     """
     output = Path(os.path.realpath(output))  # through a link: what it points to is replaced, the link stays
-    _check_place(output)
+    check_place(output)
     with _staged(output) as staging:
         emit(plan, plan_hash(plan), staging)
         (staging / PLAN).write_text(print_plan(plan), encoding="utf-8")
@@ -46,8 +46,12 @@ def write_artefact(plan: Plan, reports: Mapping[str, Mapping[str, object]], outp
         _swap(staging, output)
 
 
-def _check_place(output: Path) -> None:
-    """Refuse to replace anything but an artefact with nothing of the user's in it."""
+def check_place(output: Path) -> None:
+    """Refuse to replace anything but an artefact with nothing of the user's in it.
+
+    Raises:
+        TangramError: something else is at `output`.
+    """
     if not os.path.lexists(output):  # unlike Path's, also False for names that are too long: writing says so
         return
     if not output.is_dir():

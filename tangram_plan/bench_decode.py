@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
-from tangram_plan.ir import Plan, Schedule, TangramError, load_artefact
+from tangram_plan.ir import QUEUE_NAME, Plan, Schedule, TangramError, kernel_name, load_artefact
 
 from .terminal import log, new_table
 
 if TYPE_CHECKING:
     import torch
+
+    from tangram_plan.runtime.head_tables import SplitTables
 
 READ_BYTES = 2 << 30  # of the plain read that bandwidth is measured with
 REPLAYS = 20
@@ -113,7 +115,8 @@ class DecodeStep:
     def __init__(self, artefact: Path, plan: Plan, batch: int, context: int, *, device: str) -> None:
         import torch
 
-        from tangram_plan.runtime.kernel_modules import HEAD_TABLES_NAME, QUEUE_NAME, load_module
+        from tangram_plan.runtime.head_tables import load_head_tables
+        from tangram_plan.runtime.kernel_modules import load_module
         from tangram_plan.runtime.reference import lay_out_pages, torch_dtype
 
         lengths = [context] * batch
@@ -122,7 +125,7 @@ class DecodeStep:
         pool = torch.empty(num_pages * plan.layout.page_elements, dtype=dtype, device=device).normal_()
         page_table = lay_out_pages(plan, lengths, lengths, free_pages=torch.randperm(num_pages))
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
-        tables = load_module(artefact, HEAD_TABLES_NAME)
+        tables = load_head_tables(artefact)
         self.rho, tokens_per_page = tables.group_tables(device)
         self.queue_tables = tables.queue_tables(0, device)
         self.tile_indptr = torch.empty(tables.queue_size(0, batch), dtype=torch.int32, device=device)
@@ -171,11 +174,17 @@ class _Layer:
     """One layer's kernels and buffers; `inputs` are the decode kernels' common arguments."""
 
     def __init__(
-        self, artefact: Path, plan: Plan, gqa_ratio: int, inputs: tuple[Any, ...], splits: Any, queue: "torch.Tensor"
+        self,
+        artefact: Path,
+        plan: Plan,
+        gqa_ratio: int,
+        inputs: tuple[Any, ...],
+        splits: "SplitTables",
+        queue: "torch.Tensor",
     ) -> None:
         import torch
 
-        from tangram_plan.runtime.kernel_modules import kernel_name, load_module
+        from tangram_plan.runtime.kernel_modules import load_module
 
         q, num_kv_heads = inputs[0], inputs[0].shape[1] // gqa_ratio
         device = q.device

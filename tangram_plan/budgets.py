@@ -1,6 +1,8 @@
 """Budgets: from measured retention to one law per KV head.
 
-Two rules turn the samples x[s, h] (retained fraction of KV head h in sample s) into a part b[h] that is kept:
+Two rules turn the samples x[s, h] (retained fraction of KV head h in sample s) into a part b[h] that is kept. A sample's
+fraction counts all that the scorer kept; sink and window of the law come on top, also where a scorer such as SnapKV had
+forced a window of its own into the measurement.
 
     mean_std   b[h] = min(1, mean_s x[s, h] + alpha * std_s x[s, h])            the paper's rule; overspends
     target     b[h] = clip(m[h] + z * d[h], 0, 1), with one z for all heads such that sum_h b[h] is exactly the total
@@ -112,8 +114,9 @@ def target(retained: FloatArray, total: float) -> FloatArray:
     Returns:
         float64 [kv_heads] in [0, 1].
     """
-    samples = equalise_lengths(retained)
-    mean, overall = samples.mean(axis=0), samples.mean()
+    overall = float(retained.mean())
+    samples = equalise_lengths(retained, mean=overall)
+    mean = samples.mean(axis=0)
     spread = samples.std(axis=0) + ROOT_PRIOR * np.sqrt(mean * overall) + FLOOR_PRIOR * overall
 
     def parts(z: float) -> FloatArray:
@@ -126,13 +129,14 @@ def target(retained: FloatArray, total: float) -> FloatArray:
     return parts(brentq(lambda z: parts(z).sum() - total, -steepest, steepest, xtol=1e-12))
 
 
-def equalise_lengths(retained: FloatArray) -> FloatArray:
-    """Each sample divided by its own mean over KV heads and multiplied by the mean of all samples.
+def equalise_lengths(retained: FloatArray, *, mean: float) -> FloatArray:
+    """Each sample divided by its own mean over KV heads and multiplied by `mean`.
 
     Args:
         retained: float64 [samples, kv_heads].
+        mean: mean over KV heads that every sample gets.
     """
-    equalised: FloatArray = retained / retained.mean(axis=1, keepdims=True) * retained.mean()
+    equalised: FloatArray = retained / retained.mean(axis=1, keepdims=True) * mean
     return equalised
 
 
@@ -148,6 +152,7 @@ def round_to_total(values: FloatArray, total: int) -> FloatArray:
     order = np.argsort(-(values - floor), kind="stable")
     room = order[floor[order] < RHO_ONE]
     floor[room[:missing]] += 1
+    assert floor.sum() == total, "the values do not sum to the total"
     return floor
 
 
@@ -169,25 +174,31 @@ class OverflowReport:
     pairs: int
 
 
-def held_out_overflow(retained: FloatArray, contexts: Sequence[int], rule: BudgetRule) -> OverflowReport:
+def held_out_overflow(retained: FloatArray, contexts: Sequence[int], rule: BudgetRule) -> OverflowReport | None:
     """Two-fold cross-validation by context: budgets from one half of the contexts, overflow on the other, both ways.
 
     Args:
         retained: float64 [samples, kv_heads].
         contexts: per sample, the id of its context; samples of one context stay on one side.
         rule: makes budgets from the training samples.
+
+    Returns:
+        None if all samples are of one context, which cannot be split.
     """
     names = np.unique(contexts)
-    overflows, raw_overflows = [np.zeros((0, retained.shape[1]), bool)], [np.zeros((0, retained.shape[1]), bool)]
+    if len(names) < 2:
+        return None
+    overflows, raw_overflows = [], []
     for held_out_names in (names[0::2], names[1::2]):
         held_out = np.isin(contexts, held_out_names)
         training, unseen = retained[~held_out], retained[held_out]
-        if not len(training) or not len(unseen):
-            continue  # a single context cannot be split
         budget = rule(training)
-        overflows.append(unseen / unseen.mean(axis=1, keepdims=True) * training.mean() > budget)
+        overflows.append(equalise_lengths(unseen, mean=training.mean()) > budget)
         raw_overflows.append(unseen > budget)
-    pairs, raw_pairs = np.concatenate(overflows), np.concatenate(raw_overflows)
-    if not len(pairs):
-        return OverflowReport(0.0, 0.0, np.zeros(retained.shape[1]), 0)
-    return OverflowReport(float(pairs.mean()), float(raw_pairs.mean()), pairs.mean(axis=0), pairs.size)
+    pairs = np.concatenate(overflows)
+    return OverflowReport(
+        overflow=float(pairs.mean()),
+        raw_overflow=float(np.concatenate(raw_overflows).mean()),
+        per_head=pairs.mean(axis=0),
+        pairs=pairs.size,
+    )

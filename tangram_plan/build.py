@@ -23,7 +23,7 @@ from tangram_plan.ir import (
 )
 from tangram_plan.profiles import Profile
 
-from .artefact import write_artefact
+from .artefact import check_place, write_artefact
 from .config import load_config
 from .fitness import Fitness
 from .grouping import SolvedGrouping
@@ -58,6 +58,8 @@ def build_plan(
     """
     last = _stage(stop_after)
     config = load_config(config_file, overrides)
+    if output is not None:
+        check_place(output)
     products: dict[Stage, object] = {}
     for number, product in enumerate(compile_stages(config, relative_to=config_file.parent, force=force)):
         products[product.stage] = product.value
@@ -73,6 +75,7 @@ def build_plan(
     )
     if output is not None and last is None:
         write_artefact(plan, {"build": report}, output)
+        log(f"artefact: {output}", quiet=quiet)
     return plan_summary(plan, solver_report(config, solved))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tangram_plan.ir import MismatchError, TangramError, VerifyError, load_artefact
+from tangram_plan.ir import CheckFailedError, MismatchError, TangramError, load_artefact
 from tangram_plan.profiles import Level
 
 from .terminal import err, log, print_data, print_tables
@@ -78,8 +78,6 @@ def build(
         quiet=quiet,
     )
     _print_plan(summary, as_json=as_json)
-    if not dry_run and "plan_hash" in summary:
-        log(f"artefact: {output or config_file.parent / 'plan'}", quiet=quiet)
 
 
 @app.command()
@@ -186,12 +184,11 @@ def reorder(
     quiet: Quiet = False,
 ) -> None:
     """Rewrite a checkpoint so that its KV heads stand in a plan's order."""
-    from .model_config import load_model_config, model_shape_from_config
+    from .model_config import load_model_shape
     from .reorder import reorder_checkpoint
 
     plan = load_artefact(artefact)
-    config, config_path = load_model_config(str(model), relative_to=Path())
-    shape = model_shape_from_config(config, where=str(config_path))
+    shape, config_path = load_model_shape(str(model), relative_to=Path())
     if shape.fingerprint != plan.model.fingerprint:
         raise MismatchError(
             "plan is for another model",
@@ -232,10 +229,9 @@ def import_profile(
     from tangram_plan.profiles import save_profile
 
     from .import_arrays import DEFAULT_RATIO, ArrayKeys, import_arrays
-    from .model_config import load_model_config, model_shape_from_config
+    from .model_config import load_model_shape
 
-    config, config_path = load_model_config(model, relative_to=Path())
-    shape = model_shape_from_config(config, where=str(config_path))
+    shape, config_path = load_model_shape(model, relative_to=Path())
     if ratio is None and ratio_key is None:
         log(f"no --ratio and no --ratio-key: the requested ratio is taken to be {DEFAULT_RATIO}", quiet=quiet)
     keys = ArrayKeys(key, layer_ids, ratio_key, meta_key)
@@ -314,10 +310,10 @@ def main() -> None:
         app()
     except TangramError as error:
         err().print(f"error: {error}")
-        sys.exit(CHECK_FAILED if isinstance(error, VerifyError) else WRONG_INPUT)
+        sys.exit(CHECK_FAILED if isinstance(error, CheckFailedError) else WRONG_INPUT)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            err().print("interrupted; nothing half-written was left")
+            err().print("interrupted; no half-written artefact or profile was left")
         raise
 
 

@@ -17,7 +17,6 @@ class Device(BaseModel):
 
     Args:
         name: how plans call it.
-        compute_capability: 90 for sm_90.
         num_sms: streaming multiprocessors.
         ctas_per_sm: CTAs of a decode kernel in flight on each.
         tile_tokens: tokens of a tile, a multiple of 16.
@@ -31,7 +30,6 @@ class Device(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str
-    compute_capability: PositiveInt
     num_sms: PositiveInt
     ctas_per_sm: PositiveInt
     tile_tokens: PositiveInt

@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from tangram_plan.ir import (
+    ModelShape,
     PageLayout,
     Plan,
     Provenance,
@@ -25,14 +26,14 @@ from tangram_plan.ir import (
     verify_partition,
     verify_plan,
 )
-from tangram_plan.profiles import find_profile, load_profile
+from tangram_plan.profiles import Profile, find_profile, load_profile
 
 from .budgets import assign_budgets, check_profile_fits
 from .config import BuildConfig
 from .device import load_device
 from .fitness import check_fitness
 from .grouping import group_heads, order_heads, reorder_budgets
-from .model_config import load_model_config, model_shape_from_config
+from .model_config import load_model_shape
 from .partition import partition_work
 
 SEED = 0
@@ -71,15 +72,21 @@ def compile_stages(config: BuildConfig, *, relative_to: Path, force: bool = Fals
     Raises:
         TangramError: wrong input, or a product that breaks an invariant.
     """
-    model_config, config_path = load_model_config(config.model, relative_to=relative_to)
-    shape = model_shape_from_config(model_config, where=str(config_path))
+    shape, _ = load_model_shape(config.model, relative_to=relative_to)
     verify_model_shape(shape)
     yield Product(Stage.MODEL, shape)
 
     profile = load_profile(find_profile(config.profile, relative_to=relative_to))
-    check_profile_fits(profile, shape, force=force)
     yield Product(Stage.PROFILE, profile)
 
+    yield from compile_profile(shape, profile, config, relative_to=relative_to, force=force)
+
+
+def compile_profile(
+    shape: ModelShape, profile: Profile, config: BuildConfig, *, relative_to: Path = Path(), force: bool = False
+) -> Iterator[Product]:
+    """The stages after both inputs are read; arguments and errors as `compile_stages`."""
+    check_profile_fits(profile, shape, force=force)
     yield Product(Stage.FITNESS, check_fitness(profile, config.retention, force=force))
 
     budgets = assign_budgets(profile, config.retention)

@@ -20,9 +20,9 @@ def profile_summary(profile: Profile) -> dict[str, Any]:
     """A profile as data; the answer of `profile show --json`.
 
     `levels.LEVEL.RATIO` holds `mean` and `std` [layers][kv_heads] over samples, `rank_correlation` (Spearman's, each
-    sample against the mean of the others), `spread` (mean over heads of the standard deviation, lengths equalised) and
-    `overflow`: the part of held-out (sample, KV head) pairs, and the number of KV heads, above the paper's budget
-    mean + 2 std.
+    sample against the mean of the others), `spread` (mean over heads of the standard deviation over samples) and `overflow`:
+    the part of held-out (sample, KV head) pairs, and the number of KV heads, above the paper's budget mean + 2 std; null
+    if all samples are of one context.
     """
     contexts = [sample.context for sample in profile.samples]
     levels: dict[str, Any] = {}
@@ -42,7 +42,8 @@ def profile_summary(profile: Profile) -> dict[str, Any]:
                 },
                 "verdict": fitness.verdict,
                 "spread": float(values.std(axis=0).mean()),
-                "overflow": {
+                "overflow": overflow
+                and {
                     "held_out_pairs": overflow.pairs,
                     "part": overflow.overflow,
                     "raw_part": overflow.raw_overflow,
@@ -94,8 +95,8 @@ def profile_tables(profile: Profile, level: Level | None, ratio: float | None) -
                 f"{ranks['min']:.3f}",
                 values["verdict"],
                 f"{values['spread']:.3f}",
-                f"{overflow['part']:.1%}",
-                f"{overflow['heads_that_overflow']} of {summary['num_kv_heads']}",
+                f"{overflow['part']:.1%}" if overflow else "one context only",
+                f"{overflow['heads_that_overflow']} of {summary['num_kv_heads']}" if overflow else "",
             )
     lengths = [sample.num_tokens for sample in profile.samples if sample.num_tokens]
     span = f" of {min(lengths):,} to {max(lengths):,} tokens" if lengths else ""

@@ -137,7 +137,7 @@ def build_report(config: BuildConfig, profile: Profile, fitness: Fitness, solved
         overflow = held_out_overflow(
             retained, [sample.context for sample in profile.samples], budget_rule(config.retention)
         )
-        report["held_out_overflow"] = {
+        report["held_out_overflow"] = overflow and {
             "pairs": overflow.pairs,
             "overflow": round(overflow.overflow, 6),
             "raw_overflow": round(overflow.raw_overflow, 6),

@@ -2,13 +2,16 @@
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
-from tangram_plan.ir import REPORTS, MismatchError, VerifyError, load_artefact, plan_hash, print_json
+from tangram_plan.ir import MANIFEST, REPORTS, Plan, TangramError, load_artefact, plan_hash, print_json
 
 from .terminal import new_table
+
+if TYPE_CHECKING:
+    from tangram_plan.runtime.kernel_check import KernelResult
 
 
 def verify_artefact(artefact: Path) -> dict[str, Any]:
@@ -16,44 +19,46 @@ def verify_artefact(artefact: Path) -> dict[str, Any]:
 
     Returns:
         `ok`, `plan_hash`, `checks` = list of {name, ok, detail}, `kernels` = list of {name, ok, max_error, tolerance,
-        compiled, detail}: `compiled` holds the compute capabilities that the kernel was compiled for.
+        compiled, detail}: `compiled` holds the compute capabilities that the kernel was compiled for. What stops a check
+        (a changed file, no torch or triton) is a failed check, never a skipped one.
 
     Raises:
         TangramError: there is no artefact.
     """
-    from tangram_plan.runtime.kernel_check import check_kernels, compile_report
-
+    if not (artefact / MANIFEST).is_file():
+        load_artefact(artefact)  # says what is missing
+    checks, results, plan = [], [], None
     try:
         plan = load_artefact(artefact)
-    except (VerifyError, MismatchError) as error:
-        return {
-            "ok": False,
-            "plan_hash": None,
-            "checks": [{"name": "artefact", "ok": False, "detail": str(error)}],
-            "kernels": [],
-        }
+        checks.append(_check("artefact", "hashes, schema and every invariant of the plan hold"))
+        results = _check_kernels(artefact, plan)
+    except TangramError as error:
+        checks.append(_check("artefact" if plan is None else "kernels", str(error), ok=False))
+    kernels = [
+        _check(result.name, result.error, ok=result.ok)
+        | {"max_error": result.max_error, "tolerance": result.tolerance, "compiled": sorted(result.compiled)}
+        for result in results
+    ]
+    return {
+        "ok": bool(kernels) and all(check["ok"] for check in (*checks, *kernels)),
+        "plan_hash": plan and plan_hash(plan),
+        "checks": checks,
+        "kernels": kernels,
+    }
+
+
+def _check(name: str, detail: str, *, ok: bool = True) -> dict[str, Any]:
+    return {"name": name, "ok": ok, "detail": detail}
+
+
+def _check_kernels(artefact: Path, plan: Plan) -> "list[KernelResult]":
+    from tangram_plan.runtime.kernel_check import check_kernels, compile_report
+
     results = check_kernels(artefact, plan)
     with contextlib.suppress(OSError):  # a report is a convenience; the folder may be read-only
         (artefact / REPORTS).mkdir(exist_ok=True)
         (artefact / REPORTS / "compile.json").write_text(print_json(compile_report(results)), encoding="utf-8")
-    kernels = [
-        {
-            "name": result.name,
-            "ok": result.ok,
-            "max_error": result.max_error,
-            "tolerance": result.tolerance,
-            "compiled": sorted(result.compiled),
-            "detail": result.error,
-        }
-        for result in results
-    ]
-    checks = [{"name": "artefact", "ok": True, "detail": "hashes, schema and every invariant of the plan hold"}]
-    return {
-        "ok": bool(kernels) and all(kernel["ok"] for kernel in kernels),
-        "plan_hash": plan_hash(plan),
-        "checks": checks,
-        "kernels": kernels,
-    }
+    return results
 
 
 def verify_tables(result: dict[str, Any]) -> RenderableType:

@@ -7,7 +7,6 @@ def make_device(**changes: object) -> Device:
     """Four CTAs; a token of 1000 bytes takes 1 us in one CTA, and half of that in the whole device."""
     numbers: dict[str, object] = {
         "name": "hand",
-        "compute_capability": 90,
         "num_sms": 2,
         "ctas_per_sm": 2,
         "tile_tokens": 16,

@@ -5,6 +5,7 @@ The functions are module-level so that a worker process can be given them by nam
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from tangram_plan.runtime.kernel_problem import (
     max_error,
     run_all,
 )
-from tangram_plan.runtime.reference import HeadPlace, local_heads, torch_dtype
+from tangram_plan.runtime.reference import torch_dtype
 
 TOLERANCES = {KVDtype.FLOAT32: 1e-5, KVDtype.FLOAT16: 2e-3, KVDtype.BFLOAT16: 1.6e-2}
 
@@ -36,22 +37,19 @@ def run_layer(
 ) -> tuple[float, float]:
     """Errors of (tile queue, static splits) for a whole layer, whose queue is computed by the generated kernel too."""
     kernels = load(plan)
-    places = local_heads(plan, rank, layer)
-    problem = make_problem(plan, places, plan.model.layers[layer].gqa_ratio, batch)
-    group_ids = [place.group_id for place in places]
-    (tile_indptr,) = kernels.tile_queue(batch, [group_ids])
-    assert torch.equal(tile_indptr, expected_queue(plan, batch, group_ids))
+    problem = make_problem(plan, batch, rank=rank, layer=layer)
+    tile_indptr = kernels.tile_queue(batch, rank)[layer]
+    assert torch.equal(tile_indptr, expected_queue(plan, batch, [place.group_id for place in problem.places]))
     by_queue = max_error(kernels.run_tile_queue(problem, tile_indptr, num_ctas), problem.expected)
-    head_splits = [splits[head % len(splits)] for head in range(len(places))]
+    head_splits = [splits[head % len(splits)] for head in problem.heads]
     return by_queue, max_error(kernels.run_static_splits(problem, head_splits), problem.expected)
 
 
 def held_in_kernel(plan: Plan, batch: Batch) -> list[list[int]]:
-    """Tokens that every group holds of every request, as the generated page law computes them; tiles must be one token."""
+    """Tokens that every KV head of layer 0 holds of every request, as the generated page law computes them; tiles must be one token."""
     assert plan.partition.tile_tokens == 1
-    group_ids = list(range(len(plan.grouping.groups)))
-    (tile_indptr,) = load(plan).tile_queue(batch, [group_ids])
-    held: list[list[int]] = tile_indptr.diff().view(len(batch), len(group_ids)).tolist()
+    tile_indptr = load(plan).tile_queue(batch)[0]
+    held: list[list[int]] = tile_indptr.diff().view(len(batch), -1).tolist()
     return held
 
 
@@ -61,15 +59,12 @@ def run_with_page_ids(plan: Plan, page_ids: Sequence[int], num_pages: int) -> tu
     Only the pages in use are touched, so a pool larger than memory costs nothing.
     """
     kernels = load(plan)
-    place = HeadPlace(group_id=0, column=0)
-    small = make_problem(
-        plan, [place], plan.model.layers[0].gqa_ratio, [(1, len(page_ids) * plan.layout.tokens_per_page(1))]
-    )
+    small = make_problem(plan, [(1, len(page_ids) * plan.layout.tokens_per_page(1))])
     pool = torch.empty(num_pages * plan.layout.page_elements, dtype=torch_dtype(plan.layout))
     from_pages = small.pool.view(-1, plan.layout.page_elements)[small.page_table.page_ids.long()]
     pool.view(num_pages, -1)[torch.tensor(page_ids)] = from_pages
     table = small.page_table._replace(page_ids=torch.tensor(page_ids, dtype=torch.int32))
-    problem = type(small)(small.places, small.q, pool, table, small.prompt_tokens, small.num_tokens, small.expected)
+    problem = replace(small, pool=pool, page_table=table)
     queue = expected_queue(plan, problem.batch, [0])
     return (
         max_error(kernels.run_tile_queue(problem, queue, 3), small.expected),

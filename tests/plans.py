@@ -1,6 +1,8 @@
 """Small plans, built by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import ParamSpec
 
 from tangram_plan.ir import (
     ORIGINAL_ORDER,
@@ -16,9 +18,15 @@ from tangram_plan.ir import (
     PageLayout,
     Plan,
     Provenance,
+    Schedule,
+    ScheduleChoice,
+    ScheduleEstimate,
     StaticSplits,
+    verify_plan,
 )
 
+P = ParamSpec("P")
+ESTIMATES = {schedule: ScheduleEstimate(predicted_us=10.0, makespan_over_ideal=1.0) for schedule in Schedule}
 MANUAL = Provenance(
     profile="hand", profile_hash="", rule="hand", grouping_solver="hand", partition_solver="hand", seed=0
 )
@@ -42,12 +50,13 @@ def build_plan(
     splits: Sequence[int] = (3, 1, 2),
     batches: Sequence[int] = (1, 4),
 ) -> Plan:
-    """A plan whose groups take KV heads in a fixed scattered order, so that they span layers.
+    """A plan whose groups take KV heads in a fixed scattered order, so that they span layers; for any values, valid or not.
 
     Args:
         rho: part kept of the groups, falling; the last one goes on to all further groups.
         group_sizes: members per rank of each group; by default 1, 2, 3, 1, 2, 3 ... until all KV heads are placed.
-        splits: static splits, dealt out to the KV heads in turn.
+        splits: static splits, dealt out to the KV heads in turn; one each for batches that have not so many CTAs.
+        batches: batch sizes of the static splits.
     """
     layer_shape = LayerShape(LayerKind.FULL, num_kv_heads, num_kv_heads * gqa_ratio, 0)
     layers = tuple(LayerShape(layer_shape.kind, num_kv_heads, layer_shape.num_q_heads, i) for i in range(num_layers))
@@ -66,6 +75,12 @@ def build_plan(
         groups.append(HeadGroup(rho[min(i, len(rho) - 1)], members))
         start += size
     kv_heads = list(model.kv_heads())
+    dealt = {kv_head: splits[i % len(splits)] for i, kv_head in enumerate(kv_heads)}
+    busiest = max(
+        sum(dealt[kv_head] for kv_head in model.local_kv_heads(layer, rank, tensor_parallel))
+        for layer in model.planned_layers
+        for rank in range(tensor_parallel)
+    )
     return Plan(
         model=model,
         tensor_parallel=tensor_parallel,
@@ -80,12 +95,26 @@ def build_plan(
             num_ctas=num_ctas,
             tile_tokens=tile_tokens,
             static_splits=tuple(
-                StaticSplits(batch, {h: splits[i % len(splits)] for i, h in enumerate(kv_heads)}) for batch in batches
+                StaticSplits(batch, dealt if busiest * batch <= num_ctas else dict.fromkeys(kv_heads, 1))
+                for batch in batches
             ),
-            choices=(),
+            choices=tuple(ScheduleChoice(batch, 2048, Schedule.TILE_QUEUE, ESTIMATES) for batch in batches),
         ),
         scorer="hand",
         compress_chunk_tokens=8192,
         max_new_tokens=1024,
         provenance=MANUAL,
     )
+
+
+def _verified(build: Callable[P, Plan]) -> Callable[P, Plan]:
+    @wraps(build)
+    def build_verified(*args: P.args, **kwargs: P.kwargs) -> Plan:
+        plan = build(*args, **kwargs)
+        verify_plan(plan)
+        return plan
+
+    return build_verified
+
+
+valid_plan = _verified(build_plan)

@@ -6,7 +6,8 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -80,14 +81,33 @@ def make_case(
     ranks: int = 1,
     scope: Scope = "model",
     max_groups: int = 24,
+    max_groups_per_layer: int | None = None,
     page_slots: int | Literal["auto"] = "auto",
     contexts: tuple[int, ...] = (200, 1000, 5000),
     sink: int = 4,
 ) -> GroupingCase:
     shape = make_shape(num_layers, num_kv_heads)
-    config = GroupingConfig(scope=scope, max_groups=max_groups, page_slots=page_slots)
+    config = GroupingConfig(
+        scope=scope, max_groups=max_groups, max_groups_per_layer=max_groups_per_layer, page_slots=page_slots
+    )
     budgets = make_budgets(shape, rho, sink=sink)
     return GroupingCase(grouping_problem(shape, budgets, config, contexts, tensor_parallel=ranks, seed=0), shape)
+
+
+def limited_cases() -> dict[str, GroupingCase]:
+    """Limits on the groups that touch a layer: from one to as many as it has KV heads, and pages that runs just fit."""
+    cases = {
+        f"{table}, {limit} groups per layer": make_case(3, 4, rho, max_groups=6, max_groups_per_layer=limit)
+        for table, rho in budget_tables(12).items()
+        for limit in (1, 2, 4)
+    }
+    for layers, heads, limit in ((4, 8, 2), (2, 16, 4)):
+        rho = budget_tables(layers * heads)["uniform"]
+        cases[f"{layers} layers of {heads}, limit {limit}"] = make_case(layers, heads, rho, max_groups_per_layer=limit)
+    cases["runs fill their pages"] = make_case(
+        2, 8, budget_tables(16)["uniform"], page_slots=64, max_groups_per_layer=2
+    )
+    return cases
 
 
 def grouping_cases() -> dict[str, GroupingCase]:
@@ -134,6 +154,7 @@ def _kept(budgets: BudgetTable, rho: int, context: int) -> int:
 def best_of_all_groupings(problem: GroupingProblem) -> int | None:
     """The least cost over every size of page, every set partition of the KV heads and, with ranks, every pairing of columns.
 
+    Groups that touch a layer are counted on one rank only.
     None if no grouping is allowed.
     """
     rho = problem.budgets.rho
@@ -142,6 +163,7 @@ def best_of_all_groupings(problem: GroupingProblem) -> int | None:
         for groups in _groupings_of_ranks(problem.ranks)
         if len(groups) <= problem.max_groups
         and (not problem.within_layers or all(len({head.layer for head in group}) == 1 for group in groups))
+        and (problem.max_groups_per_layer is None or most_groups_of_a_layer(groups) <= problem.max_groups_per_layer)
     ]
     ranks = len(problem.ranks)
     costs: list[int] = []
@@ -155,6 +177,11 @@ def best_of_all_groupings(problem: GroupingProblem) -> int | None:
                     known[group] = problem.cost(group[0], group[1] // ranks, slots)
             costs.append(sum(known[group] for group in groups))
     return min(costs, default=None)
+
+
+def most_groups_of_a_layer(groups: Iterable[Iterable[KVHead]]) -> int:
+    touched = Counter(layer for group in groups for layer in {head.layer for head in group})
+    return max(touched.values())
 
 
 def _groupings_of_ranks(ranks: Sequence[Sequence[KVHead]]) -> Iterator[list[tuple[KVHead, ...]]]:
@@ -229,6 +256,11 @@ def digest_of_groupings() -> str:
         for name, case in grouping_cases().items()
         for solver in GROUPING_SOLVERS
     )
+
+
+def digest_of_limited_groupings() -> str:
+    """Hash of what `cp_sat` returns where groups per layer are limited."""
+    return _digest([name, GROUPING_SOLVERS["cp_sat"]().solve(case.problem)] for name, case in limited_cases().items())
 
 
 def digest_of_splits() -> str:

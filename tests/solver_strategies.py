@@ -27,3 +27,20 @@ def small_cases(draw: st.DrawFn) -> GroupingCase:
         contexts=draw(st.sampled_from([(64,), (40, 300), (64, 700, 5000)])),
         sink=draw(st.sampled_from([0, 4])),
     )
+
+
+@st.composite
+def small_limited_cases(draw: st.DrawFn) -> GroupingCase:
+    """Up to eight KV heads on one rank, of which only so many groups may touch a layer."""
+    num_layers, num_kv_heads = draw(st.sampled_from([(1, 4), (1, 7), (2, 3), (3, 2), (2, 4), (7, 1)]))
+    num_heads = num_layers * num_kv_heads
+    return make_case(
+        num_layers,
+        num_kv_heads,
+        draw(st.lists(budgets, min_size=num_heads, max_size=num_heads)),
+        max_groups=draw(st.integers(1, 7)),
+        max_groups_per_layer=draw(st.integers(1, num_kv_heads)),
+        page_slots=draw(st.sampled_from(["auto", *PAGES])),
+        contexts=draw(st.sampled_from([(64,), (40, 300), (64, 700, 5000)])),
+        sink=draw(st.sampled_from([0, 4])),
+    )

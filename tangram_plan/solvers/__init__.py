@@ -1,9 +1,10 @@
 """Solvers, one file each. To add one: write the file, add its line here, and it joins the conformance tests and the ablation."""
 
 from collections.abc import Callable
-from typing import Protocol
+from importlib import import_module
+from typing import Any, Protocol
 
-from .grouping_problem import GroupingProblem, GroupingSolution
+from .grouping_problem import GroupingProblem, GroupingSolution, SolverDoesNotApplyError
 from .split_problem import SplitProblem
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "GroupingProblem",
     "GroupingSolution",
     "GroupingSolver",
+    "SolverDoesNotApplyError",
     "SplitProblem",
     "SplitSolver",
 ]
@@ -31,63 +33,24 @@ class SplitSolver(Protocol):
         """Splits per KV head: at least 1 each, at most `max_splits` together."""
 
 
-def _adjacent() -> GroupingSolver:
-    from .group_equal import EqualGroups
+def _lazy(module: str, name: str, **options: object) -> Callable[[], Any]:
+    """Makes a solver; its module, with OR-Tools or networkx, is imported by the first call."""
 
-    return EqualGroups(sort_rows=False)
+    def make() -> Any:
+        return getattr(import_module(f".{module}", __name__), name)(**options)
 
-
-def _sorted() -> GroupingSolver:
-    from .group_equal import EqualGroups
-
-    return EqualGroups(sort_rows=True)
-
-
-def _graph() -> GroupingSolver:
-    from .group_graph import ShortestPath
-
-    return ShortestPath()
-
-
-def _cp_sat_grouping() -> GroupingSolver:
-    from .group_cp_sat import CpSatGrouping
-
-    return CpSatGrouping()
-
-
-def _even() -> SplitSolver:
-    from .split_even import EvenSplits
-
-    return EvenSplits()
-
-
-def _proportional() -> SplitSolver:
-    from .split_proportional import ProportionalSplits
-
-    return ProportionalSplits()
-
-
-def _greedy() -> SplitSolver:
-    from .split_greedy import GreedySplits
-
-    return GreedySplits()
-
-
-def _cp_sat_splits() -> SplitSolver:
-    from .split_cp_sat import CpSatSplits
-
-    return CpSatSplits()
+    return make
 
 
 GROUPING_SOLVERS: dict[str, Callable[[], GroupingSolver]] = {
-    "adjacent": _adjacent,
-    "sorted": _sorted,
-    "graph": _graph,
-    "cp_sat": _cp_sat_grouping,
+    "adjacent": _lazy("group_equal", "EqualGroups", sort_rows=False),
+    "sorted": _lazy("group_equal", "EqualGroups", sort_rows=True),
+    "graph": _lazy("group_graph", "ShortestPath"),
+    "cp_sat": _lazy("group_cp_sat", "CpSatGrouping"),
 }
 SPLIT_SOLVERS: dict[str, Callable[[], SplitSolver]] = {
-    "even": _even,
-    "proportional": _proportional,
-    "greedy": _greedy,
-    "cp_sat": _cp_sat_splits,
+    "even": _lazy("split_even", "EvenSplits"),
+    "proportional": _lazy("split_proportional", "ProportionalSplits"),
+    "greedy": _lazy("split_greedy", "GreedySplits"),
+    "cp_sat": _lazy("split_cp_sat", "CpSatSplits"),
 }

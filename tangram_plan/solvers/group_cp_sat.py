@@ -7,7 +7,9 @@ One model for every size of page; x[a] = 1 if the group of arc a = (start, end) 
                 sum_{a starts at 0} x[a] = 1
                 sum_a x[a] <= max_groups
 
-`path_bounds` first takes out the arcs that no better path can use, and whole sizes of page. Ranks enter through rows,
+`path_bounds` first takes out the arcs that no better path can use, and whole sizes of page. Often this Lagrangian
+presolve already closes the gap: the path that it met costs no more than its bound, and CP-SAT has nothing left to
+prove and is never called. Ranks enter through rows,
 layers as the ends that arcs may not cross. A limit on the groups that touch a layer breaks the argument for sorted
 rows; `group_cp_sat_layers` has the model for it.
 """
@@ -17,11 +19,9 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from tangram_plan.ir import TangramError
-
 from .cp_sat_solver import deterministic_solver
 from .group_cp_sat_layers import solve_limited
-from .grouping_problem import COST_SCALE, Arc, GroupingProblem, GroupingSolution, cut
+from .grouping_problem import COST_SCALE, Arc, GroupingProblem, GroupingSolution, SolverDoesNotApplyError, cut
 from .path_bounds import bound_paths
 
 DETERMINISTIC_SECONDS = 10.0
@@ -35,12 +35,13 @@ class CpSatGrouping:
         """The best grouping found, with a bound over all sizes of page.
 
         Raises:
-            TangramError: groups per layer are limited, and groups stay inside layers or ranks share a law.
+            SolverDoesNotApplyError: groups per layer are limited, and groups stay inside layers or ranks share a law.
+            TangramError: the limits leave no room for the KV heads.
         """
         if problem.max_groups_per_layer is None:
             return _solve_unlimited(problem)
         if problem.within_layers or len(problem.ranks) > 1:
-            raise TangramError(
+            raise SolverDoesNotApplyError(
                 "groups per layer can only be limited for groups that span layers on one rank",
                 where="grouping.max_groups_per_layer",
                 got=problem.max_groups_per_layer,
@@ -92,7 +93,10 @@ def _solve_paths(problem: GroupingProblem, arcs: list[Arc], *, below: int) -> tu
     status = solver.solve(model)
     if status == cp_model.INFEASIBLE:
         return (), below
-    bound = math.ceil(round(solver.best_objective_bound, 3))  # costs are integers, but CP-SAT reports a float
+    proven = solver.best_objective_bound  # -inf if the time was up before there was any
+    bound = (
+        math.ceil(round(proven, 3)) if math.isfinite(proven) else 0
+    )  # costs are integers >= 0; CP-SAT reports a float
     if status == cp_model.UNKNOWN:
         return (), bound
     return tuple(arc for arc, var in zip(arcs, used, strict=True) if solver.boolean_value(var)), bound

@@ -2,7 +2,8 @@
 
 For given laws a layer's KV heads, sorted by falling rho, are best cut into at most s *runs* of neighbours, each in one
 group. The greedy that this solver has to beat cuts every layer into the s runs with the least sum of size * rho,
-whatever the other layers do, and then finds the best path over all runs, sorted by rho and never torn apart. From there,
+whatever the other layers do (for each size of page, runs that fit into a page), and then finds the best path over all
+runs, sorted by rho and never torn apart. From there,
 runs are priced anew at what a KV head costs in the groups just found, a few times. CP-SAT then chooses runs and groups
 together, for the best size of page so far and a list of candidate laws:
 
@@ -19,12 +20,13 @@ Its bound counts for these laws only, so the one reported is the larger of two t
 the limit, and what the runs of every layer take when each KV head is in the group that is cheapest for it alone.
 """
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, pairwise
 
 from ortools.sat.python import cp_model
 
@@ -61,16 +63,17 @@ def solve_limited(problem: GroupingProblem, limit: int, unlimited: GroupingSolut
         problem: one rank, groups that may span layers.
         limit: s.
         unlimited: the solution without the limit; its bound holds here, too, and its laws are candidates.
+
+    Raises:
+        TangramError: as `greedy_groups`.
     """
     layers = _layers(problem)
     start = _reprice(problem, limit, greedy_groups(problem, limit))
     laws = sorted({max(row.rho for row in group) for group in (*start.groups, *unlimited.groups)}, reverse=True)
     groups = _choose_runs_and_groups(problem, layers, limit, laws, start)
     best = min((start, _solution(problem, groups, start.page_slots)), key=lambda found: found.objective)
-    price = cache(problem.least_member_cost)
-    separate = sum(price(run[0].rho) * len(run) for layer in layers for run in _least_runs(layer, limit, price))
     assert unlimited.bound is not None
-    bound = min(best.objective, max(unlimited.bound, separate / COST_SCALE))
+    bound = min(best.objective, max(unlimited.bound, _separate_cost(problem, layers, limit) / COST_SCALE))
     status = "optimal" if bound == best.objective else "feasible"
     return GroupingSolution(best.groups, best.page_slots, best.objective, bound, status)
 
@@ -86,12 +89,29 @@ def greedy_groups(problem: GroupingProblem, limit: int, price: Callable[[int], f
     Raises:
         TangramError: no size of page has room for the runs.
     """
-    runs = [run for layer in _layers(problem) for run in _least_runs(layer, limit, price)]
-    runs.sort(key=lambda run: (-run[0].rho, run))
-    rows_before = [0, *accumulate(len(run) for run in runs)]
+    found = _find_groups(problem, limit, price)
+    if found is None:
+        raise TangramError(
+            "groups of whole runs do not fit",
+            where="grouping",
+            got=f"{limit} groups per layer, {problem.max_groups} groups",
+            expected="room for the KV heads of a layer in so few groups",
+            fix="raise grouping.max_groups_per_layer, grouping.max_groups or grouping.page_slots",
+        )
+    return found
+
+
+def _find_groups(problem: GroupingProblem, limit: int, price: Callable[[int], float]) -> GroupingSolution | None:
+    """As `greedy_groups`; None if no size of page has room for the runs."""
+    layers = _layers(problem)
     found = []
     for slots in problem.feasible_page_slots():
         largest = dominant_sizes(slots)[-1]
+        if any(len(layer) > limit * largest for layer in layers):
+            continue
+        runs = [run for layer in layers for run in least_runs(layer, limit, largest, price)]
+        runs.sort(key=lambda run: (-run[0].rho, run))
+        rows_before = [0, *accumulate(len(run) for run in runs)]
         arcs = [
             Arc(first, last, problem.cost(runs[first][0].rho, rows_before[last] - rows_before[first], slots))
             for first in range(len(runs))
@@ -101,25 +121,20 @@ def greedy_groups(problem: GroupingProblem, limit: int, price: Callable[[int], f
         if path is not None:
             groups = tuple(tuple(row for run in runs[arc.start : arc.end] for row in run) for arc in path.path)
             found.append(_solution(problem, groups, slots))
-    if not found:
-        raise TangramError(
-            "groups of whole runs do not fit",
-            where="grouping",
-            got=f"{limit} groups per layer, {problem.max_groups} groups",
-            expected="room for the KV heads of a layer in so few groups",
-            fix="raise grouping.max_groups_per_layer, grouping.max_groups or grouping.page_slots",
-        )
-    return min(found, key=lambda solution: solution.objective)
+    return min(found, key=lambda solution: solution.objective, default=None)
 
 
 def _reprice(problem: GroupingProblem, limit: int, start: GroupingSolution) -> GroupingSolution:
-    """The best of a few rounds in which runs are priced by the groups of the round before."""
+    """The best of the start and a few rounds in which runs are priced by the groups of the round before."""
     best = current = start
     for _ in range(PRICE_ROUNDS):
         members = {max(row.rho for row in group): len(group) for group in current.groups}
         laws = sorted(members)
         prices = [problem.cost(law, members[law], current.page_slots) / members[law] for law in laws]
-        current = greedy_groups(problem, limit, _StepPrice(laws, prices))
+        found = _find_groups(problem, limit, _StepPrice(laws, prices))
+        if found is None:  # runs at these prices do not fit
+            break
+        current = found
         best = min(best, current, key=lambda solution: solution.objective)
     return best
 
@@ -184,14 +199,45 @@ def _layers(problem: GroupingProblem) -> list[Run]:
     return [tuple(rows) for _, rows in sorted(layers.items())]
 
 
-def _least_runs(layer: Run, limit: int, price: Callable[[int], float]) -> tuple[Run, ...]:
-    """At most `limit` runs of a layer's rows with the least sum of size * price(rho of the first row)."""
+def least_runs(layer: Run, limit: int, largest: int, price: Callable[[int], float]) -> tuple[Run, ...]:
+    """The runs of a layer's rows with the least sum of size * price(rho of the first row); of several, the fewest, then the shortest first.
+
+    With r runs left for the rows from i on, in O(rows * limit * largest):
+
+        least[r][i] = min over j of (j - i) * price(rho[i]) + least[r - 1][j],    least[0][rows] = 0
+
+    Args:
+        layer: rows by falling rho; at most `limit * largest`.
+        limit: most runs.
+        largest: most rows of a run.
+        price: of one row under a law.
+    """
     num_rows = len(layer)
-    cuts = (ends for count in range(min(limit, num_rows)) for ends in combinations(range(1, num_rows), count))
-    plans = [
-        tuple(layer[first:last] for first, last in zip((0, *ends), (*ends, num_rows), strict=True)) for ends in cuts
-    ]
-    return min(plans, key=lambda runs: sum(len(run) * price(run[0].rho) for run in runs))
+    prices = [price(row.rho) for row in layer]
+    least: list[list[tuple[float, int]]] = [
+        [(math.inf, 0)] * num_rows + [(0.0, num_rows)]
+    ]  # cost, end of the first run
+
+    def first_run(start: int, rest: list[tuple[float, int]]) -> tuple[float, int]:
+        ends = range(start + 1, min(start + largest, num_rows) + 1)
+        return min(((end - start) * prices[start] + rest[end][0], end) for end in ends)
+
+    for _ in range(min(limit, num_rows)):
+        rest = least[-1]
+        least.append([*(first_run(start, rest) for start in range(num_rows)), (math.inf, num_rows)])
+    num_runs = min(range(1, len(least)), key=lambda count: least[count][0][0])
+    ends = [0]
+    for runs_left in range(num_runs, 0, -1):
+        ends.append(least[runs_left][ends[-1]][1])
+    return tuple(layer[start:end] for start, end in pairwise(ends))
+
+
+def _separate_cost(problem: GroupingProblem, layers: Sequence[Run], limit: int) -> int:
+    """What the runs of every layer take when each row is in the group that is cheapest for it alone; no grouping costs less."""
+    price = cache(problem.least_member_cost)
+    largest = dominant_sizes(max(problem.page_slots))[-1]
+    runs = (run for layer in layers for run in least_runs(layer, limit, largest, price))
+    return math.ceil(round(sum(price(run[0].rho) * len(run) for run in runs), 3))  # costs of groups are integers
 
 
 def _solution(problem: GroupingProblem, groups: Groups, slots: int) -> GroupingSolution:

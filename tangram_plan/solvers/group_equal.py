@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tangram_plan.ir import PAGE_TOKEN_ALIGNMENT
 
-from .grouping_problem import COST_SCALE, GroupingProblem, GroupingSolution, Row, cut
+from .grouping_problem import COST_SCALE, GroupingProblem, GroupingSolution, Row, SolverDoesNotApplyError, cut
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,25 @@ class EqualGroups:
     sort_rows: bool
 
     def solve(self, problem: GroupingProblem) -> GroupingSolution:
-        """The best size of page and group."""
+        """The best size of page and group.
+
+        Raises:
+            SolverDoesNotApplyError: the number of groups per layer is limited.
+            TangramError: the KV heads do not fit into `max_groups` groups.
+        """
+        if problem.max_groups_per_layer is not None:
+            name = "sorted" if self.sort_rows else "adjacent"
+            raise SolverDoesNotApplyError(
+                f"solver {name} cannot limit the groups that touch a layer",
+                where="grouping.solver",
+                got=name,
+                expected="cp_sat",
+            )
         rows = problem.sorted_rows if self.sort_rows else problem.natural_rows
+        spans = _spans(problem, rows)
         candidates = []
         for slots in problem.feasible_page_slots():
             for size in range(1, slots // PAGE_TOKEN_ALIGNMENT + 1):
-                spans = _spans(problem, rows)
                 if sum(-(-len(span) // size) for span in spans) <= problem.max_groups:
                     groups = tuple(group for span in spans for group in _cut_span(problem, span, size, slots))
                     candidates.append(GroupingSolution(groups, slots, 0.0, None, "heuristic"))

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from tangram_plan.ir import TangramError
-
-from .grouping_problem import COST_SCALE, Arc, GroupingProblem, GroupingSolution, cut
+from .grouping_problem import COST_SCALE, Arc, GroupingProblem, GroupingSolution, SolverDoesNotApplyError, cut
 
 SINK = (-1, -1)
 
@@ -26,10 +24,11 @@ class ShortestPath:
         """The optimum, which is its own bound.
 
         Raises:
-            TangramError: the number of groups per layer is limited.
+            SolverDoesNotApplyError: the number of groups per layer is limited.
+            TangramError: the KV heads do not fit into `max_groups` groups.
         """
         if problem.max_groups_per_layer is not None:
-            raise TangramError(
+            raise SolverDoesNotApplyError(
                 "solver graph cannot limit the groups that touch a layer",
                 where="grouping.solver",
                 got="graph",

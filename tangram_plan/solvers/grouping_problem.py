@@ -43,6 +43,10 @@ LARGE_PAGE_SLOTS = 512
 PAGE_SLOTS_STEPS = (1, 1.25, 1.5, 2, 3, 4, 8)  # candidates, as multiples of the least
 
 
+class SolverDoesNotApplyError(TangramError):
+    """The problem has a constraint that this solver cannot hold; another solver, or fewer constraints, can help."""
+
+
 class Row(NamedTuple):
     """KV heads in one column position of all ranks.
 

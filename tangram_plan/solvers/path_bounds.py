@@ -34,14 +34,16 @@ class PathBounds(NamedTuple):
 
 
 def bound_paths(arcs: Sequence[Arc], num_rows: int, max_arcs: int) -> PathBounds | None:
-    """Bounds for paths from row 0 to `num_rows`; None if no path has so few arcs.
+    """Bounds for paths from row 0 to `num_rows`; None if there is no path, or none has so few arcs.
 
     Args:
-        arcs: by rising start; they connect row 0 with `num_rows`.
+        arcs: by rising start.
         num_rows: the end of the path.
         max_arcs: K.
     """
     path = _cheapest(arcs, num_rows, 0)
+    if path is None:
+        return None
     price, lower = 0, _cost(path)
     most = sum(arc.cost for arc in arcs) + 1  # at this price no saving is worth another arc
     low, high = 0, 1
@@ -50,10 +52,12 @@ def bound_paths(arcs: Sequence[Arc], num_rows: int, max_arcs: int) -> PathBounds
             return None
         low, high = high, 2 * high
         path = _cheapest(arcs, num_rows, low)
+        assert path is not None, "a price closes no arc"
     best_path, low, high = path, low // 2, low
     while high - low > 1:
         middle = (low + high) // 2
         path = _cheapest(arcs, num_rows, middle)
+        assert path is not None, "a price closes no arc"
         bound = _cost(path) + middle * (len(path) - max_arcs)
         if bound > lower:
             price, lower = middle, bound
@@ -81,8 +85,8 @@ def _distances(arcs: Sequence[Arc], num_rows: int, price: int) -> list[int]:
     return distance
 
 
-def _cheapest(arcs: Sequence[Arc], num_rows: int, price: int) -> tuple[Arc, ...]:
-    """The cheapest path at this price; of several, one with the fewest arcs."""
+def _cheapest(arcs: Sequence[Arc], num_rows: int, price: int) -> tuple[Arc, ...] | None:
+    """The cheapest path at this price; of several, one with the fewest arcs; None if no path reaches the end."""
     best: list[tuple[int, int]] = [(0, 0)] + [(UNREACHED, 0)] * num_rows  # cost, number of arcs
     last: list[Arc | None] = [None] * (num_rows + 1)
     for arc in arcs:
@@ -90,6 +94,8 @@ def _cheapest(arcs: Sequence[Arc], num_rows: int, price: int) -> tuple[Arc, ...]
         found = (cost + arc.cost + price, count + 1)
         if found < best[arc.end]:
             best[arc.end], last[arc.end] = found, arc
+    if best[num_rows][0] >= UNREACHED:
+        return None
     path: list[Arc] = []
     end = num_rows
     while (arc_in := last[end]) is not None:

@@ -5,8 +5,13 @@ length, each of which is a CTA's work:
 
     minimise    makespan = max_h ceil(L[h] / s[h])
     subject to  s[h] >= 1,   sum_h s[h] <= N        (N: CTAs in flight over requests decoded together)
+
+The optimum has a closed form. A makespan of T >= 1 takes at least s[h] = max(1, ceil(L[h] / T)) splits of every KV head,
+and as many suffice; their sum falls as T rises. So the least makespan is the least T at which the sum is at most N, found by
+bisection, and these s[h] are the fewest splits that reach it.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 
@@ -32,3 +37,12 @@ class SplitProblem:
     def makespan(self, splits: tuple[int, ...]) -> int:
         """Tokens of the busiest CTA."""
         return max(split_tokens(tokens, count) for tokens, count in zip(self.tokens, splits, strict=True))
+
+    def fewest_splits(self) -> tuple[int, ...]:
+        """The least makespan with the fewest splits, by the closed form."""
+        makespans = range(1, max(*self.tokens, 1) + 1)
+        fits = bisect_left(makespans, True, key=lambda makespan: sum(self._splits_at(makespan)) <= self.max_splits)
+        return self._splits_at(makespans[fits])
+
+    def _splits_at(self, makespan: int) -> tuple[int, ...]:
+        return tuple(max(1, -(-tokens // makespan)) for tokens in self.tokens)

@@ -12,11 +12,11 @@ import pytest
 from tangram_plan.codegen import allocator_config, emit, render_kernel, specialize
 from tangram_plan.codegen.render import render_head_tables
 from tangram_plan.ir import KVDtype
-from tests.plans import build_plan
+from tests.plans import valid_plan
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PLAN_HASH = "0123456789abcdef" * 4
-GOLDEN_PLAN = build_plan(dtype=KVDtype.BFLOAT16, tensor_parallel=2, tile_tokens=128)
+GOLDEN_PLAN = valid_plan(dtype=KVDtype.BFLOAT16, tensor_parallel=2, tile_tokens=128)
 
 
 @pytest.mark.parametrize("name", ["decode_tile_queue_d64_gqa3_bfloat16.py", "head_tables.py", "allocator.json"])
@@ -35,17 +35,6 @@ def test_same_plan_same_bytes(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in one] == [path.read_bytes() for path in two]
 
 
-def test_equal_files_are_not_touched_and_stale_kernels_go(tmp_path: Path) -> None:
-    first = emit(build_plan(gqa_ratio=3), PLAN_HASH, tmp_path)
-    by_hand = tmp_path / "kernels" / "mine.py"
-    by_hand.write_text("# not generated\n")
-    os.utime(first[-1], ns=(1, 1))
-    assert emit(build_plan(gqa_ratio=3), PLAN_HASH, tmp_path) == first
-    assert first[-1].stat().st_mtime_ns == 1
-    second = emit(build_plan(gqa_ratio=5), PLAN_HASH, tmp_path)
-    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted([*second, by_hand])
-
-
 def test_every_file_says_where_it_comes_from(tmp_path: Path) -> None:
     for path in emit(GOLDEN_PLAN, PLAN_HASH, tmp_path):
         if path.suffix == ".py":
@@ -60,7 +49,7 @@ def test_generated_source_is_clean(tmp_path: Path, num_kv_heads: int) -> None:
     """Parses, passes this repository's lint rules, and is formatted, short tables and long ones alike."""
     if importlib.util.find_spec("ruff") is None:
         pytest.skip("ruff is not installed")
-    plan = build_plan(num_layers=1, num_kv_heads=num_kv_heads)
+    plan = valid_plan(num_layers=1, num_kv_heads=num_kv_heads)
     for path in emit(plan, PLAN_HASH, tmp_path):
         if path.suffix == ".py":
             ast.parse(path.read_text())

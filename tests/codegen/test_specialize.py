@@ -3,17 +3,16 @@ from dataclasses import replace
 import pytest
 
 from tangram_plan.codegen import DecodeKernel, specialize
-from tangram_plan.ir import KVDtype, LayerKind, LayerShape, Schedule
-from tangram_plan.runtime.kernel_modules import kernel_name
-from tests.plans import build_plan
+from tangram_plan.ir import KVDtype, LayerKind, LayerShape
+from tests.plans import valid_plan
 
 
 def decode_kernels(**shape: object) -> list[DecodeKernel]:
-    return [spec for spec in specialize(build_plan(**shape)) if isinstance(spec, DecodeKernel)]  # type: ignore[arg-type]
+    return [spec for spec in specialize(valid_plan(**shape)) if isinstance(spec, DecodeKernel)]  # type: ignore[arg-type]
 
 
 def test_one_decode_and_merge_kernel_per_schedule_and_one_queue() -> None:
-    names = [spec.name for spec in specialize(build_plan(gqa_ratio=3, dtype=KVDtype.BFLOAT16))]
+    names = [spec.name for spec in specialize(valid_plan(gqa_ratio=3, dtype=KVDtype.BFLOAT16))]
     assert names == [
         "decode_static_splits_d64_gqa3_bfloat16",
         "decode_tile_queue_d64_gqa3_bfloat16",
@@ -23,22 +22,8 @@ def test_one_decode_and_merge_kernel_per_schedule_and_one_queue() -> None:
     ]
 
 
-def test_the_runtime_knows_the_names() -> None:
-    plan = build_plan()
-    names = {kernel_name(role, schedule, plan.layout, 3) for role in ("decode", "merge") for schedule in Schedule} | {
-        "plan_tile_queue"
-    }
-    assert names == {spec.name for spec in specialize(plan)}
-
-
-def test_without_static_splits_there_are_no_kernels_for_them() -> None:
-    plan = build_plan()
-    plan = replace(plan, partition=replace(plan.partition, static_splits=()))
-    assert all("static_splits" not in spec.name for spec in specialize(plan))
-
-
 def test_layers_that_share_a_planned_cache_have_kernels_and_others_have_none() -> None:
-    plan = build_plan(num_layers=2, num_kv_heads=4, gqa_ratio=3)
+    plan = valid_plan(num_layers=2, num_kv_heads=4, gqa_ratio=3)
     shared = LayerShape(LayerKind.SHARED, 4, 20, 1)  # five query heads per KV head of layer 1
     sliding = LayerShape(LayerKind.SLIDING, 4, 28, 3)
     reads_sliding = LayerShape(LayerKind.SHARED, 4, 32, 3)
@@ -53,18 +38,26 @@ def test_query_rows_fill_a_tensor_core(gqa_ratio: int, rows: int) -> None:
     assert {spec.padded_gqa_ratio for spec in decode_kernels(gqa_ratio=gqa_ratio)} == {rows}
 
 
-@pytest.mark.parametrize(("head_dim", "padded"), [(64, 64), (72, 128), (80, 128), (96, 128), (192, 256), (256, 256)])
+@pytest.mark.parametrize(
+    ("head_dim", "padded"), [(8, 16), (64, 64), (72, 128), (80, 128), (96, 128), (192, 256), (256, 256)]
+)
 def test_head_dim_is_padded_to_a_power_of_two(head_dim: int, padded: int) -> None:
     assert {spec.padded_head_dim for spec in decode_kernels(head_dim=head_dim)} == {padded}
 
 
-@pytest.mark.parametrize(("tile_tokens", "step_tokens"), [(1, 16), (16, 16), (48, 32), (128, 128), (512, 256)])
+@pytest.mark.parametrize(("tile_tokens", "step_tokens"), [(16, 16), (48, 32), (128, 128), (512, 256)])
 def test_a_step_is_a_power_of_two_and_at_most_a_tile(tile_tokens: int, step_tokens: int) -> None:
     kernels = decode_kernels(tile_tokens=tile_tokens, dtype=KVDtype.BFLOAT16)
     assert {spec.step_tokens for spec in kernels} == {step_tokens}
 
 
 def test_page_geometry_is_the_plans() -> None:
-    (spec, _) = decode_kernels(page_slots=100, dtype=KVDtype.FLOAT16)
-    assert (spec.page_slots, spec.page_elements) == (100, 100 * (2 * 64 + 4))
-    assert (spec.group_sizes, spec.tokens_per_page) == ((1, 2, 3), (32, 48, 96))
+    (spec, _) = decode_kernels(page_slots=112, dtype=KVDtype.FLOAT16)
+    assert (spec.page_slots, spec.page_elements) == (112, 112 * (2 * 64 + 4))
+    assert (spec.group_sizes, spec.tokens_per_page) == ((1, 2, 3), (32, 48, 112))
+
+
+@pytest.mark.parametrize(("head_dim", "row_stride"), [(64, "i32:16"), (72, "i32"), (80, "i32:16")])
+def test_strides_are_declared_aligned_only_if_they_must_be(head_dim: int, row_stride: str) -> None:
+    strides = {(spec.row_stride_type, spec.page_stride_type) for spec in decode_kernels(head_dim=head_dim)}
+    assert strides == {(row_stride, "i32:16")}

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tangram_plan.ir import (
+    AttentionForm,
     HeadOrder,
     KVDtype,
     Plan,
@@ -58,7 +59,13 @@ def plans(draw: st.DrawFn) -> Plan:
     )
     return replace(
         plan,
-        model=replace(plan.model, identity=tuple(draw(st.dictionaries(NAMES, NAMES, max_size=3)).items())),
+        model=replace(
+            plan.model,
+            identity=tuple(draw(st.dictionaries(NAMES, NAMES, max_size=3)).items()),
+            attention=draw(
+                st.builds(AttentionForm, st.floats(1e-3, 1e3), st.none() | st.floats(1, 1e3), st.booleans())
+            ),
+        ),
         head_order=HeadOrder(draw(st.dictionaries(st.integers(0, 11), st.permutations(range(3)).map(tuple)))),
         scorer=draw(NAMES),
         partition=replace(plan.partition, choices=tuple(draw(st.lists(choices, max_size=3)))),
@@ -136,7 +143,7 @@ def test_canonical_json_breaks_up_what_does_not_fit_and_nothing_else() -> None:
 
 def test_plan_hash_is_stable() -> None:
     """Plans in the field are known by it: it changes with the schema, and with nothing else."""
-    assert plan_hash(hand_plan()) == "65ede96793e747f45de2fd3baac77cc83e3028adf0c13df00fd46f56049f17b6"
+    assert plan_hash(hand_plan()) == "6c2c5515400d0da1899159ba305f1864339b768d73eb88066dba11438eeeb036"
 
 
 @pytest.mark.parametrize(
@@ -146,6 +153,7 @@ def test_plan_hash_is_stable() -> None:
         {"compress_chunk_tokens": 4096},
         {"max_new_tokens": 1},
         {"head_order": HeadOrder({0: (1, 0)})},
+        {"model": replace(hand_plan().model, attention=AttentionForm(1.0))},
         {"provenance": replace(hand_plan().provenance, seed=1)},
         {"budgets": replace(hand_plan().budgets, window_tokens=9)},
         {"layout": replace(hand_plan().layout, dtype=KVDtype.FLOAT16)},

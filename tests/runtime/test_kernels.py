@@ -2,10 +2,13 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,15 +20,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tangram_plan.codegen import emit
-from tangram_plan.ir import RHO_ONE, KVDtype, MismatchError, TangramError
+from tangram_plan.ir import RHO_ONE, CheckFailedError, KVDtype, TangramError
 from tangram_plan.runtime import kernel_check
+from tangram_plan.runtime.head_tables import load_head_tables
 from tangram_plan.runtime.kernel_check import ARCHITECTURES, SHARED_MEMORY_BYTES, check_kernels, compile_report
-from tangram_plan.runtime.kernel_problem import Batch
+from tangram_plan.runtime.kernel_problem import Batch, planned_splits
 from tests import kernel_runs as runs
-from tests.plans import build_plan
+from tests.plans import build_plan, valid_plan
 
 NO_DEADLINE = settings(deadline=None, max_examples=12, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-CHECKED_PLAN = build_plan(
+CHECKED_PLAN = valid_plan(
     num_layers=1,
     num_kv_heads=2,
     gqa_ratio=1,
@@ -36,6 +40,7 @@ CHECKED_PLAN = build_plan(
     tile_tokens=64,
     num_ctas=9,
 )
+UNSPLIT = CHECKED_PLAN.partition.static_splits[-1]
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +57,12 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
 def test_kernels_agree_with_the_reference(interpreter: ProcessPoolExecutor, data: st.DataObject) -> None:
     """Random laws, groups, lengths from nothing to past a page, and numbers of CTAs and splits."""
     tensor_parallel = data.draw(st.sampled_from([1, 2]))
-    plan = build_plan(
+    plan = build_plan(  # a random law need not save a byte
         num_layers=2,
         num_kv_heads=2 * tensor_parallel,
         gqa_ratio=data.draw(st.sampled_from([1, 2, 3])),
         head_dim=data.draw(st.sampled_from([16, 24, 64])),
-        page_slots=data.draw(st.sampled_from([48, 64, 100])),
+        page_slots=data.draw(st.sampled_from([48, 64, 112])),
         tensor_parallel=tensor_parallel,
         sink_tokens=data.draw(st.integers(0, 5)),
         window_tokens=data.draw(st.integers(0, 20)),
@@ -74,18 +79,18 @@ def test_kernels_agree_with_the_reference(interpreter: ProcessPoolExecutor, data
 
 @pytest.mark.parametrize("gqa_ratio", [1, 4, 5, 6, 7, 16, 71])
 def test_any_gqa_ratio(interpreter: ProcessPoolExecutor, gqa_ratio: int) -> None:
-    plan = build_plan(num_layers=1, num_kv_heads=1, gqa_ratio=gqa_ratio, head_dim=64, page_slots=32)
+    plan = valid_plan(num_layers=1, num_kv_heads=1, gqa_ratio=gqa_ratio, head_dim=64, page_slots=32)
     errors = interpreter.submit(runs.run_layer, plan, 0, 0, [(40, 45)], 2, [2]).result()
     assert max(errors) < runs.TOLERANCES[KVDtype.FLOAT32]
 
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
-    [(head_dim, KVDtype.BFLOAT16) for head_dim in (64, 72, 80, 96, 112, 128, 192, 256)]
+    [(head_dim, KVDtype.BFLOAT16) for head_dim in (8, 64, 72, 80, 96, 112, 128, 192, 256)]
     + [(head_dim, dtype) for head_dim in (72, 256) for dtype in (KVDtype.FLOAT16, KVDtype.FLOAT32)],
 )
 def test_any_head_dim_and_dtype(interpreter: ProcessPoolExecutor, head_dim: int, dtype: KVDtype) -> None:
-    plan = build_plan(num_layers=1, num_kv_heads=2, gqa_ratio=2, head_dim=head_dim, dtype=dtype, page_slots=32)
+    plan = valid_plan(num_layers=1, num_kv_heads=2, gqa_ratio=2, head_dim=head_dim, dtype=dtype, page_slots=32)
     errors = interpreter.submit(runs.run_layer, plan, 0, 0, [(60, 61), (1, 1)], 2, [2]).result()
     assert max(errors) < runs.TOLERANCES[dtype]
 
@@ -102,7 +107,7 @@ def test_any_head_dim_and_dtype(interpreter: ProcessPoolExecutor, head_dim: int,
     ],
 )
 def test_ragged_batches(interpreter: ProcessPoolExecutor, batch: Batch, num_ctas: int) -> None:
-    plan = build_plan(num_layers=2, num_kv_heads=3, gqa_ratio=2, page_slots=48, tile_tokens=16)
+    plan = valid_plan(num_layers=2, num_kv_heads=3, gqa_ratio=2, page_slots=48, tile_tokens=16)
     errors = interpreter.submit(runs.run_layer, plan, 0, 1, batch, num_ctas, [20, 1, 3]).result()
     assert max(errors) < runs.TOLERANCES[KVDtype.FLOAT32]
 
@@ -130,13 +135,13 @@ def test_any_law(interpreter: ProcessPoolExecutor, laws: tuple[int, int, int], b
 
 
 def test_page_ids_beyond_16_bits(interpreter: ProcessPoolExecutor) -> None:
-    plan = build_plan(num_layers=1, num_kv_heads=1, head_dim=16, page_slots=16, dtype=KVDtype.FLOAT16)
+    plan = valid_plan(num_layers=1, num_kv_heads=1, head_dim=16, page_slots=16, dtype=KVDtype.FLOAT16)
     errors = interpreter.submit(runs.run_with_page_ids, plan, [65535, 3, 65536, 131072], 131073).result()
     assert max(errors) < runs.TOLERANCES[KVDtype.FLOAT16]
 
 
 def test_pool_beyond_2_to_31_elements(interpreter: ProcessPoolExecutor) -> None:
-    plan = build_plan(num_layers=1, num_kv_heads=1, head_dim=64, page_slots=256, dtype=KVDtype.FLOAT16)
+    plan = valid_plan(num_layers=1, num_kv_heads=1, head_dim=64, page_slots=256, dtype=KVDtype.FLOAT16)
     num_pages = 2**31 // plan.layout.page_elements + 10
     errors = interpreter.submit(runs.run_with_page_ids, plan, [num_pages - 1, 0, num_pages - 2], num_pages).result()
     assert max(errors) < runs.TOLERANCES[KVDtype.FLOAT16]
@@ -171,33 +176,68 @@ def test_the_check_sees_a_broken_kernel(interpreter: ProcessPoolExecutor, kernel
     assert worst > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("kernel", "old", "new"),
+    [
+        pytest.param("decode_", "(split - first_split) * kv_chunk_size", "split * kv_chunk_size", id="start"),
+        pytest.param("decode_", "tl.cdiv(length, num_head_splits)", "length // num_head_splits", id="tail forgotten"),
+        pytest.param("decode_", "tl.minimum(start + kv_chunk_size, length)", "length", id="no end"),
+        pytest.param(
+            "decode_", "tl.minimum(start + kv_chunk_size, length)", "start + kv_chunk_size", id="past the end"
+        ),
+        pytest.param(
+            "merge_", "request * num_splits + first_split", "request * num_splits", id="slots of the first head"
+        ),
+    ],
+)
+def test_the_check_sees_broken_splits_even_if_the_plan_splits_nothing(
+    interpreter: ProcessPoolExecutor, kernel: str, old: str, new: str
+) -> None:
+    plan = replace(CHECKED_PLAN, partition=replace(CHECKED_PLAN.partition, static_splits=(UNSPLIT,)))
+    found = interpreter.submit(runs.run_mutated, plan, f"{kernel}static_splits", old, new).result()
+    worst = max(float(str(found[name].get("max_error", "inf"))) for name in found if name.startswith(kernel))
+    assert worst > 1e-3
+
+
+def test_planned_splits_are_checked_as_planned_up_to_a_limit() -> None:
+    assert set(UNSPLIT.splits.values()) == {1}
+    plan = valid_plan(num_layers=1, num_kv_heads=2, splits=(9, 3), num_ctas=12, batches=(1, 4))
+    with tempfile.TemporaryDirectory() as folder:
+        emit(plan, "0" * 64, Path(folder))
+        assert planned_splits(load_head_tables(Path(folder)), 0, [0, 1]) == [(5, 3), (1, 1)]
+
+
 def test_the_check_accepts_kernels_as_generated(interpreter: ProcessPoolExecutor) -> None:
-    found = interpreter.submit(runs.run_mutated, CHECKED_PLAN, "", "torch", "torch").result()
+    found = interpreter.submit(runs.run_mutated, CHECKED_PLAN, "", "Generated", "Generated").result()
     assert len(found) == 5
     for finding in found.values():
         assert finding.keys() == {"max_error"}
         assert float(str(finding["max_error"])) < runs.TOLERANCES[KVDtype.FLOAT32]
 
 
-def test_head_tables_of_another_plan_are_refused(tmp_path: Path) -> None:
-    emit(build_plan(num_layers=1), "0" * 64, tmp_path)
-    with pytest.raises(MismatchError, match=r"head_tables.py, RHO: generated constant is not the plan's"):
-        check_kernels(tmp_path, build_plan(num_layers=1, rho=(65536, 100, 0)))
+@pytest.mark.parametrize(
+    ("constant", "other"),
+    [("RHO", {"rho": (65536, 100, 0)}), ("BATCHES", {"batches": (1, 5)}), ("SPLITS", {"splits": (2, 2, 1)})],
+)
+def test_head_tables_of_another_plan_are_refused(tmp_path: Path, constant: str, other: dict[str, Any]) -> None:
+    emit(valid_plan(num_layers=1), "0" * 64, tmp_path)
+    with pytest.raises(CheckFailedError, match=rf"head_tables.py, {constant}: generated constant is not the plan's"):
+        check_kernels(tmp_path, valid_plan(num_layers=1, **other))
 
 
 def test_missing_kernels_and_packages_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(TangramError, match="no generated kernels"):
-        check_kernels(tmp_path, build_plan())
+        check_kernels(tmp_path, valid_plan())
     with (
         mock.patch("importlib.util.find_spec", return_value=None),
-        pytest.raises(TangramError, match=r"no torch and no triton; run `pip install 'tangram-plan\[verify\]'`"),
+        pytest.raises(CheckFailedError, match=r"no torch and no triton; run `pip install 'tangram-plan\[verify\]'`"),
     ):
-        check_kernels(tmp_path, build_plan())
+        check_kernels(tmp_path, valid_plan())
 
 
 @pytest.mark.slow
 def test_check_kernels_runs_and_compiles_everything(tmp_path: Path) -> None:
-    plan = build_plan(dtype=KVDtype.BFLOAT16, tensor_parallel=2, tile_tokens=128)
+    plan = valid_plan(dtype=KVDtype.BFLOAT16, tensor_parallel=2, tile_tokens=128)
     files = emit(plan, "0" * 64, tmp_path)
     results = check_kernels(tmp_path, plan)
     assert [f"{result.name}.py" for result in results] == [
@@ -214,7 +254,7 @@ def test_check_kernels_runs_and_compiles_everything(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_kernel_that_does_not_compile_is_reported(tmp_path: Path) -> None:
-    plan = build_plan(num_layers=1, num_kv_heads=1, gqa_ratio=1)
+    plan = valid_plan(num_layers=1, num_kv_heads=1, gqa_ratio=1)
     (path,) = (path for path in emit(plan, "0" * 64, tmp_path) if "merge_tile_queue" in path.name)
     path.write_text(path.read_text().replace("tl.max(lse, 0)", "tl.no_such_thing(lse, 0)"))
     bad = [result for result in check_kernels(tmp_path, plan) if not result.ok]
@@ -228,7 +268,7 @@ def test_a_kernel_that_does_not_compile_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 112, 128, 192, 256])
 def test_decode_kernels_compile_and_fit_everywhere(tmp_path: Path, head_dim: int, dtype: KVDtype) -> None:
     gqa_ratio = {64: 71, 256: 16}.get(head_dim, 5)
-    plan = build_plan(gqa_ratio=gqa_ratio, head_dim=head_dim, dtype=dtype, tile_tokens=128, page_slots=256)
+    plan = valid_plan(gqa_ratio=gqa_ratio, head_dim=head_dim, dtype=dtype, tile_tokens=128, page_slots=256)
     emit(plan, "0" * 64, tmp_path)
     for path in (tmp_path / "kernels").glob("*.py"):
         if not path.stem.startswith(("decode_tile_queue", "head_tables")):

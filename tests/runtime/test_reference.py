@@ -15,7 +15,7 @@ from tangram_plan.runtime.reference import (
     slots_of,
     torch_dtype,
 )
-from tests.plans import build_plan
+from tests.plans import valid_plan
 
 
 @pytest.mark.parametrize("dtype", list(KVDtype))
@@ -32,7 +32,7 @@ def test_parts_of_a_page_fill_it_without_overlap(dtype: KVDtype) -> None:
 
 
 def test_pages_follow_the_page_law() -> None:
-    plan = build_plan()
+    plan = valid_plan()
     batch = [(100, 100), (77, 0), (1, 200)]
     table = lay_out_pages(plan, *zip(*batch, strict=True), free_pages=torch.arange(1000, 0, -1))
     counts = table.page_indptr.diff().tolist()
@@ -42,7 +42,7 @@ def test_pages_follow_the_page_law() -> None:
 
 
 def test_every_local_head_has_its_place() -> None:
-    plan = build_plan(tensor_parallel=2)
+    plan = valid_plan(tensor_parallel=2)
     found = {
         (rank, *place)
         for rank in range(2)
@@ -59,11 +59,10 @@ def test_slots_are_those_of_the_page_layout() -> None:
 
 
 def test_attention_of_a_paged_head_is_attention_of_its_tokens() -> None:
-    plan = build_plan(gqa_ratio=2)
-    places = local_heads(plan, 0, 0)
-    problem = make_problem(plan, places, 2, [(40, 45), (9, 0)])
+    plan = valid_plan(gqa_ratio=2)
+    problem = make_problem(plan, [(40, 45), (9, 0)])
     views = page_views(problem.pool, plan.layout)
-    for head, (group_id, column) in enumerate(places):
+    for head, (group_id, column) in enumerate(problem.places):
         pages = problem.page_table.pages(group_id)
         tokens_per_page = plan.layout.tokens_per_page(plan.grouping.groups[group_id].num_members)
         where = slots_of(pages, column, tokens_per_page, plan.group_tokens(group_id, 40, 45))
@@ -77,15 +76,21 @@ def test_attention_of_a_paged_head_is_attention_of_its_tokens() -> None:
 
 def test_one_head_gone_wrong_changes_only_that_head() -> None:
     """Per-head data is found by the rank's own heads: what stands in one head's slots changes that head alone."""
-    plan = build_plan(tensor_parallel=2, gqa_ratio=2)
-    places = local_heads(plan, 1, 2)
-    problem = make_problem(plan, places, 2, [(60, 61)])
-    group_id, column = places[1]
+    plan = valid_plan(tensor_parallel=2, gqa_ratio=2)
+    problem = make_problem(plan, [(60, 61)], rank=1, layer=2)
+    group_id, column = problem.places[1]
     tokens_per_page = plan.layout.tokens_per_page(plan.grouping.groups[group_id].num_members)
     page = problem.page_table.pages(group_id)[0]
     page_views(problem.pool, plan.layout).values[page, column * tokens_per_page] += 100
     out = decode_attention(
-        plan, places, problem.q.double(), problem.pool, problem.page_table, [60], [61], compute_dtype=torch.float64
+        plan,
+        problem.places,
+        problem.q.double(),
+        problem.pool,
+        problem.page_table,
+        [60],
+        [61],
+        compute_dtype=torch.float64,
     )
     changed = (out != problem.expected).any(-1)[0].tolist()
     assert changed == [False, False, True, True]

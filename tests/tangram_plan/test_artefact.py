@@ -47,11 +47,20 @@ def test_an_artefact_is_written_whole(tmp_path: Path) -> None:
 
 
 def test_an_artefact_replaces_another_with_all_its_files(tmp_path: Path) -> None:
-    write_artefact(OLD, {"build": {}, "old": {}}, tmp_path / "plan")
+    write_artefact(OLD, {"build": {}, "compile": {}}, tmp_path / "plan")
     write_artefact(NEW, REPORTS, tmp_path / "plan")
     write_artefact(NEW, REPORTS, tmp_path / "fresh")
     assert contents(tmp_path / "plan") == contents(tmp_path / "fresh")
     assert sorted(os.listdir(tmp_path)) == ["fresh", "plan"]  # noqa: PTH208
+
+
+def test_a_users_file_among_the_reports_is_never_replaced(tmp_path: Path) -> None:
+    write_artefact(OLD, REPORTS, tmp_path / "plan")
+    (tmp_path / "plan" / "reports" / "thesis.tex").write_text("mine", encoding="utf-8")
+    with pytest.raises(TangramError, match=r"got reports/thesis\.tex"):
+        write_artefact(NEW, REPORTS, tmp_path / "plan")
+    assert load_artefact(tmp_path / "plan") == OLD
+    assert (tmp_path / "plan" / "reports" / "thesis.tex").read_text(encoding="utf-8") == "mine"
 
 
 def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:

@@ -633,7 +633,7 @@ def test_an_interrupted_build_says_that_nothing_was_left(
     cli: CommandLine, model_yaml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tangram_plan.artefact.emit", fail_with(KeyboardInterrupt()))
-    assert cli("build", model_yaml, "-q").err == "interrupted; nothing half-written was left\n"
+    assert cli("build", model_yaml, "-q").err == "interrupted; no half-written artefact or profile was left\n"
 
 
 def test_a_reader_that_stops_reading_is_no_failed_check(cli: CommandLine, model_yaml: Path) -> None:

