@@ -84,6 +84,7 @@ class DecodeKernel(AttentionSpec):
     Args:
         padded_gqa_ratio: rows of the tensor-core product.
         dot_dtype: what a tensor-core product multiplies, as a Python expression.
+        softmax_scale: factor on the scores, unless the caller gives another.
         page_slots: head-token slots of a page; where its values begin.
         page_elements: distance of two pages, in elements.
         page_stride_type: Triton's type of that distance.
@@ -96,6 +97,7 @@ class DecodeKernel(AttentionSpec):
 
     padded_gqa_ratio: int
     dot_dtype: str
+    softmax_scale: float
     page_slots: int
     page_elements: int
     page_stride_type: str
@@ -169,6 +171,7 @@ def _decode_kernel(plan: Plan, schedule: Schedule, gqa_ratio: int) -> DecodeKern
         dtype=layout.dtype,
         triton_dtype=TRITON_DTYPES[layout.dtype],
         row_stride_type=_stride_type(layout.head_dim),
+        softmax_scale=plan.model.attention.softmax_scale,
         dot_dtype=INTERPRETED_BFLOAT16 if layout.dtype is KVDtype.BFLOAT16 else f"tl.{layout.dtype}",
         page_slots=layout.page_slots,
         page_elements=layout.page_elements,

@@ -197,7 +197,8 @@ def compile_kernel(directory: Path, name: str, arch: int) -> CompiledKernel:
     """Compiles one generated kernel ahead of time; needs a process in which Triton does not interpret.
 
     Arguments that the kernel's SIGNATURE calls multiples of 16 are declared so, as Triton finds them at serving time:
-    vector loads depend on it. Registers and spills are read from what ptxas prints, hence from a compilation that was not cached.
+    vector loads depend on it. Registers and spills are read from what ptxas prints, hence from a compilation that was
+    not cached.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -227,8 +228,11 @@ def _main() -> None:
     if arguments.task == "compile":
         print(json.dumps(_compile_all(arguments.directory)))
         return
+    import torch
+
     from .kernel_problem import run_all
 
+    torch.set_num_threads(1)  # its products are tiny, and the compiling process wants a core, too
     plan = parse_plan(sys.stdin.read(), where="plan on standard input")
     print(json.dumps(run_all(arguments.directory, plan)))
 

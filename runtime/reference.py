@@ -150,13 +150,13 @@ def decode_attention(
         page_table: pages of the batch.
         prompt_tokens: prompt length of every request.
         num_tokens: tokens so far, the current one included; 0 for padded rows, whose output is zero.
-        softmax_scale: factor on the scores; by default 1 / sqrt(D).
+        softmax_scale: factor on the scores; by default the model's.
         compute_dtype: what to compute in.
 
     Returns:
         [R, num_kv_heads * gqa_ratio, D], in the dtype of q.
     """
-    scale = plan.layout.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    scale = plan.model.attention.softmax_scale if softmax_scale is None else softmax_scale
     views = page_views(pool, plan.layout)
     num_groups = len(plan.grouping.groups)
     out = torch.zeros(q.shape, dtype=compute_dtype)

@@ -2,18 +2,20 @@
 
 import csv
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rich.console import RenderableType
 
-from tangram_plan.ir import REPORT_CONTEXTS, Plan, Schedule, TangramError, memory_use
+from tangram_plan.ir import REPORT_CONTEXTS, Plan, Schedule, TangramError, memory_use, verify_partition
 
 from .config import BuildConfig, load_config
-from .grouping import SolvedGrouping, grouping_problem
-from .pipeline import SEED, Product, Stage, compile_stages
-from .solvers import GROUPING_SOLVERS, SPLIT_SOLVERS
-from .solvers.grouping_problem import COST_SCALE
+from .device import load_device
+from .grouping import SolvedGrouping
+from .partition import partition_work
+from .pipeline import Stage, compile_stages
+from .solvers import GROUPING_SOLVERS, SPLIT_SOLVERS, GroupingSolution, SolverDoesNotApplyError
 from .terminal import log, new_table
 
 
@@ -25,28 +27,17 @@ def run_ablation(config_file: Path, *, overrides: tuple[str, ...], force: bool, 
         `allocated_over_ideal` (mean over the reported contexts), `allocated_over_full` (at the longest one),
         `static_makespan_over_ideal` (one request, longest context, worst layer), `static_us` and `best_us` (predicted
         decode attention of one step, summed over the planned cases; static splits, and the chosen schedules), and the
-        seconds of all stages. A solver that does not apply to the configuration has a `refused` row.
+        seconds of all stages up to the partition; groups are made once per clustering solver. A solver that does not apply to the configuration has a `refused` row.
     """
     config = load_config(config_file, overrides)
     rows = []
-    for grouping in GROUPING_SOLVERS:
-        for partition in SPLIT_SOLVERS:
-            log(f"{grouping} x {partition} ...", quiet=quiet)
-            pair = config.model_copy(
-                update={
-                    "grouping": config.grouping.model_copy(update={"solver": grouping}),
-                    "partition": config.partition.model_copy(update={"solver": partition}),
-                }
-            )
-            start = time.perf_counter()
-            try:
-                products = {p.stage: p for p in compile_stages(pair, relative_to=config_file.parent, force=force)}
-            except TangramError as error:
-                if error.where != "grouping.solver":
-                    raise
-                rows.append({"grouping": grouping, "partition": partition, "refused": str(error)})
-                continue
-            rows.append(_row(pair, products, time.perf_counter() - start))
+    for solver in GROUPING_SOLVERS:
+        log(f"{solver} ...", quiet=quiet)
+        grouped = config.model_copy(update={"grouping": config.grouping.model_copy(update={"solver": solver})})
+        try:
+            rows += _rows(grouped, relative_to=config_file.parent, force=force)
+        except SolverDoesNotApplyError as error:
+            rows += [{"grouping": solver, "partition": partition, "refused": str(error)} for partition in SPLIT_SOLVERS]
     return rows
 
 
@@ -112,36 +103,55 @@ def ablation_table(rows: list[dict[str, Any]]) -> RenderableType:
     return table
 
 
-def _row(config: BuildConfig, products: dict[Stage, Product], seconds: float) -> dict[str, Any]:
-    solved = cast("SolvedGrouping", products[Stage.GROUPS].value).solution
-    plan = cast("Plan", products[Stage.PLAN].value)
-    problem = grouping_problem(
-        plan.model,
-        plan.budgets,
-        config.grouping,
-        config.partition.contexts,
-        tensor_parallel=plan.tensor_parallel,
-        seed=SEED,
-    )
+def _rows(config: BuildConfig, *, relative_to: Path, force: bool) -> list[dict[str, Any]]:
+    """One row per partition solver, all for the groups that one run of the pipeline made."""
+    products: dict[Stage, object] = {}
+    ended: dict[Stage, float] = {}
+    start = time.perf_counter()
+    for product in compile_stages(config, relative_to=relative_to, force=force):
+        products[product.stage], ended[product.stage] = product.value, time.perf_counter()
+    solved, plan = products[Stage.GROUPS], products[Stage.PLAN]
+    assert isinstance(solved, SolvedGrouping)
+    assert isinstance(plan, Plan)
+    device = load_device(config.partition.device, relative_to=relative_to)
+    rows = []
+    for solver in SPLIT_SOLVERS:
+        before = time.perf_counter()
+        partition = partition_work(
+            plan.model,
+            plan.budgets,
+            plan.grouping,
+            plan.layout,
+            device,
+            config.partition.model_copy(update={"solver": solver}),
+            tensor_parallel=plan.tensor_parallel,
+            seed=plan.provenance.seed,
+        )
+        verify_partition(partition, plan.model, plan.tensor_parallel)
+        seconds = ended[Stage.PAGES] - start + time.perf_counter() - before
+        provenance = replace(plan.provenance, partition_solver=solver)
+        rows.append(_row(replace(plan, partition=partition, provenance=provenance), solved.solution, seconds))
+    return rows
+
+
+def _row(plan: Plan, solution: GroupingSolution, seconds: float) -> dict[str, Any]:
     uses = [memory_use(plan, context) for context in REPORT_CONTEXTS]
+    choices = plan.partition.choices
     one_request = max(
-        (choice for choice in plan.partition.choices if choice.batch == plan.partition.choices[0].batch),
-        key=lambda choice: choice.context,
+        (choice for choice in choices if choice.batch == choices[0].batch), key=lambda choice: choice.context
     )
     return {
-        "grouping": config.grouping.solver,
-        "partition": config.partition.solver,
+        "grouping": plan.provenance.grouping_solver,
+        "partition": plan.provenance.partition_solver,
         "num_groups": len(plan.grouping.groups),
         "page_slots": plan.layout.page_slots,
-        "objective": problem.solution_cost(solved) / COST_SCALE,
-        "bound": solved.bound,
+        "objective": solution.objective,
+        "bound": solution.bound,
         "allocated_over_ideal": round(sum(use.allocated_over_ideal for use in uses) / len(uses), 6),
         "allocated_over_full": round(uses[-1].allocated_over_full, 6),
         "static_makespan_over_ideal": one_request.estimates[Schedule.STATIC_SPLITS].makespan_over_ideal,
-        "static_us": round(
-            sum(choice.estimates[Schedule.STATIC_SPLITS].predicted_us for choice in plan.partition.choices), 1
-        ),
-        "best_us": round(sum(choice.estimates[choice.schedule].predicted_us for choice in plan.partition.choices), 1),
+        "static_us": round(sum(choice.estimates[Schedule.STATIC_SPLITS].predicted_us for choice in choices), 1),
+        "best_us": round(sum(choice.estimates[choice.schedule].predicted_us for choice in choices), 1),
         "seconds": round(seconds, 2),
     }
 

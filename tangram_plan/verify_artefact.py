@@ -32,6 +32,13 @@ def verify_artefact(artefact: Path) -> dict[str, Any]:
         plan = load_artefact(artefact)
         checks.append(_check("artefact", "hashes, schema and every invariant of the plan hold"))
         results = _check_kernels(artefact, plan)
+        missing = " and ".join(plan.model.attention.beyond_generated_kernels)
+        if missing:
+            checks.append(
+                _check(
+                    "attention", f"the model has {missing}, which the generated kernels do not compute yet", ok=False
+                )
+            )
     except TangramError as error:
         checks.append(_check("artefact" if plan is None else "kernels", str(error), ok=False))
     kernels = [

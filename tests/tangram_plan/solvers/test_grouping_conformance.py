@@ -1,12 +1,14 @@
 """Every clustering solver, on every case: valid, within limits, honest about its objective, deterministic, no worse than simpler ones."""
 
+import subprocess
+import sys
 from fractions import Fraction
 from functools import cache
 
 import pytest
 
 from tangram_plan.ir import TangramError, verify_grouping
-from tangram_plan.solvers import GROUPING_SOLVERS, GroupingSolution
+from tangram_plan.solvers import GROUPING_SOLVERS, GroupingSolution, SolverDoesNotApplyError
 from tangram_plan.solvers.grouping_problem import COST_SCALE
 from tests.solver_cases import (
     Scope,
@@ -140,6 +142,21 @@ def test_too_few_groups_are_refused_in_one_line(
 def test_limit_that_is_just_wide_enough_is_met(solver: str) -> None:
     problem, _ = make_case(2, 3, [9000] * 6, page_slots=32, max_groups=4, scope="layer")
     assert len(GROUPING_SOLVERS[solver]().solve(problem).groups) == 4
+
+
+@pytest.mark.parametrize("solver", [name for name in GROUPING_SOLVERS if name != "cp_sat"])
+def test_limit_on_groups_of_a_layer_is_refused_where_it_cannot_be_held(solver: str) -> None:
+    problem, _ = make_case(2, 4, [0] * 8, max_groups_per_layer=1)
+    with pytest.raises(SolverDoesNotApplyError) as error:
+        GROUPING_SOLVERS[solver]().solve(problem)
+    assert str(error.value) == (
+        f"grouping.solver: solver {solver} cannot limit the groups that touch a layer: got {solver}, expected cp_sat"
+    )
+
+
+def test_importing_the_table_of_solvers_loads_none_of_them() -> None:
+    code = "import sys, tangram_plan.solvers; print(sorted({'ortools', 'networkx'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_one_group_costs_its_pages_and_one_table() -> None:

@@ -1,10 +1,13 @@
 """Bounds on paths of at most K arcs, against all paths."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from ortools.sat.python import cp_model
 
 from tangram_plan.solvers.group_cp_sat import _solve_paths
 from tangram_plan.solvers.grouping_problem import Arc
@@ -113,6 +116,11 @@ def test_bound_is_the_lagrangian_one() -> None:
     assert bounds.path == (Arc(0, 3, 10),)
 
 
+@pytest.mark.parametrize("arcs", [[], [Arc(0, 1, 5)], [Arc(0, 1, 5), Arc(2, 3, 5)], [Arc(1, 3, 0)]])
+def test_no_bounds_where_no_path_reaches_the_end(arcs: list[Arc]) -> None:
+    assert bound_paths(arcs, 3, 3) is None
+
+
 def test_arcs_that_no_path_can_use_get_no_finite_bound() -> None:
     arcs = [Arc(0, 1, 1), Arc(0, 2, 1), Arc(2, 3, 1)]  # row 1 leads nowhere
     unused, *used = bounds_of(Network(arcs, 3, 3)).through
@@ -138,3 +146,19 @@ def test_bound_of_cp_sat_is_no_higher_than_the_optimum() -> None:
     problem, _ = make_case(1, 5, [0] * 5, max_groups=3)
     found, proven = _solve_paths(problem, [Arc(*pair) for pair in pairs], below=42)
     assert proven <= cost(found) == 41
+
+
+def test_bound_of_cp_sat_without_time_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tangram_plan.solvers.group_cp_sat.DETERMINISTIC_SECONDS", 0.0)
+    problem, _ = make_case(1, 3, [0] * 3)
+    arcs = [Arc(start, end, 7) for start in range(3) for end in range(start + 1, 4)]
+    found, proven = _solve_paths(problem, arcs, below=100)
+    assert proven <= 7
+    assert not found or cost(found) >= 7
+
+
+def test_infinite_bound_of_cp_sat_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cp_model.CpSolver, "solve", lambda *_: cp_model.UNKNOWN)
+    monkeypatch.setattr(cp_model.CpSolver, "best_objective_bound", -math.inf)
+    problem, _ = make_case(1, 1, [0])
+    assert _solve_paths(problem, [Arc(0, 1, 7)], below=100) == ((), 0)

@@ -1,10 +1,13 @@
 """Every solver of static splits, on every case; the optimum by trying all splits."""
 
+import math
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ortools.sat.python import cp_model
 
 from tangram_plan.solvers import SPLIT_SOLVERS, SplitProblem
 from tests.solver_cases import all_splits, digest_elsewhere, digest_of_splits, split_problems
@@ -138,3 +141,41 @@ def test_proportional_is_the_paper_formula_wherever_that_fits(problem: SplitProb
 def test_cp_sat_on_a_case_worked_by_hand() -> None:
     # 7 splits of 100, 60, 30: a makespan of 30 takes 4 + 2 + 1 = 7, and nothing under 30 fits (29: 4 + 3 + 2 = 9).
     assert SPLIT_SOLVERS["cp_sat"]().solve(SplitProblem((100, 60, 30), 7, 0)) == (4, 2, 1)
+
+
+def makespan_by_hand(tokens: Sequence[int], max_splits: int) -> int:
+    """The least T at which sum max(1, ceil(L / T)) is at most N, one T after the other from the least that can do."""
+    makespan = max(1, sum(tokens) // max_splits)
+    while sum(max(1, math.ceil(length / makespan)) for length in tokens) > max_splits:
+        makespan += 1
+    return makespan
+
+
+@settings(deadline=None, max_examples=40, derandomize=True, database=None)
+@given(st.lists(st.integers(0, 131072), min_size=8, max_size=8), st.sampled_from([16, 132, 264]))
+def test_cp_sat_reaches_the_closed_form_at_real_sizes(tokens: list[int], max_splits: int) -> None:
+    problem = SplitProblem(tuple(tokens), max_splits, 0)
+    splits = SPLIT_SOLVERS["cp_sat"]().solve(problem)
+    makespan = makespan_by_hand(tokens, max_splits)
+    if any(tokens):
+        assert busiest(problem, splits) == busiest(problem, problem.fewest_splits()) == makespan
+    assert sum(splits) == sum(problem.fewest_splits()) == sum(max(1, math.ceil(x / makespan)) for x in tokens)
+
+
+@every_problem
+@given(small_problems())
+def test_closed_form_is_the_least_makespan_with_the_fewest_splits(problem: SplitProblem) -> None:
+    candidates = (
+        (busiest(problem, splits), sum(splits)) for splits in all_splits(len(problem.tokens), problem.max_splits)
+    )
+    splits = problem.fewest_splits()
+    assert (busiest(problem, splits), sum(splits)) == min(candidates)
+
+
+@pytest.mark.parametrize("status", [None, cp_model.UNKNOWN])
+def test_cp_sat_without_time_still_has_the_closed_form(status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tangram_plan.solvers.split_cp_sat.DETERMINISTIC_SECONDS", 0.0)
+    if status is not None:
+        monkeypatch.setattr(cp_model.CpSolver, "solve", lambda *_: status)
+    problem = SplitProblem((131072, 70000, 9000, 12, 12, 4000, 800, 0), 264, 0)
+    assert busiest(problem, SPLIT_SOLVERS["cp_sat"]().solve(problem)) == makespan_by_hand(problem.tokens, 264)
