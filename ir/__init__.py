@@ -12,7 +12,7 @@ from .model_shape import AttentionForm, KVHead, LayerKind, LayerShape, ModelShap
 from .page_law import PAGE_TOKEN_ALIGNMENT, RHO_ONE, RetentionLaw, pages, tokens_per_page
 from .page_layout import KVDtype, PageLayout
 from .paths import user_path
-from .plan import Plan, Provenance
+from .plan import KEEP_EVERYTHING, Plan, Provenance
 from .text import parse_plan, plan_hash, print_json, print_plan
 from .verify import (
     verify_budgets,
@@ -29,6 +29,7 @@ __all__ = [
     "ALLOCATOR_FILE",
     "HEAD_ORDER_KEY",
     "HEAD_TABLES_NAME",
+    "KEEP_EVERYTHING",
     "KERNELS_FOLDER",
     "MANIFEST",
     "ORIGINAL_ORDER",

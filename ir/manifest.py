@@ -8,6 +8,8 @@ OUT/reports/           what depends on time or tool versions; not part of the ar
 """
 
 import hashlib
+import os
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -115,13 +117,13 @@ def load_artefact(directory: Path) -> Plan:
     return plan
 
 
-def artefact_strangers(directory: Path) -> list[str]:
-    """Relative paths of files in a directory that no build put there."""
+def artefact_strangers(directory: Path) -> Iterator[str]:
+    """Relative paths of files in a directory that no build put there, found one by one."""
     try:
         known = {MANIFEST, *_read_manifest(directory).files, *(f"{REPORTS}/{name}" for name in REPORT_FILES)}
     except TangramError:
-        return _files(directory)  # no artefact: nothing here is ours, a folder called `reports` neither
-    return [path for path in _files(directory) if path not in known and not path.endswith(".pyc")]
+        known = set()  # no artefact: nothing here is ours, a folder called `reports` neither
+    return (path for path in _files(directory) if path not in known and not (known and path.endswith(".pyc")))
 
 
 def _read_manifest(directory: Path) -> Manifest:
@@ -149,13 +151,16 @@ def _artefact_files(directory: Path) -> list[str]:
     """Relative paths of the files that a manifest vouches for."""
     return [
         path
-        for path in _files(directory)
+        for path in sorted(_files(directory))
         if path != MANIFEST and not path.startswith(f"{REPORTS}/") and "__pycache__" not in path.split("/")
     ]
 
 
-def _files(directory: Path) -> list[str]:
-    return sorted(str(PurePosixPath(path.relative_to(directory))) for path in directory.rglob("*") if path.is_file())
+def _files(directory: Path) -> Iterator[str]:
+    """Relative paths of all files below a directory, folder by folder."""
+    for folder, folders, names in os.walk(directory):
+        folders.sort()
+        yield from (str(PurePosixPath(Path(folder, name).relative_to(directory))) for name in sorted(names))
 
 
 def _sha256(path: Path) -> str:

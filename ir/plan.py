@@ -17,6 +17,8 @@ from .model_shape import ModelShape
 from .page_law import pages
 from .page_layout import PageLayout
 
+KEEP_EVERYTHING = "keep everything"  # the rule of a plan that evicts nothing on purpose
+
 
 @dataclass(frozen=True)
 class Provenance:
@@ -25,7 +27,7 @@ class Provenance:
     Args:
         profile: name of the profile that set the budgets.
         profile_hash: hash of that profile's content.
-        rule: rule that turned the profile into budgets.
+        rule: rule and ratio that turned the profile into budgets, or `KEEP_EVERYTHING`.
         grouping_solver: solver of the head groups.
         partition_solver: solver of the static splits.
         seed: seed of every solver.

@@ -108,6 +108,13 @@ def save_profile(profile: Profile, path: Path) -> None:
         TangramError: the profile is not valid, or the file cannot be written.
     """
     check_profile(profile, where=str(path))
+    if path.is_file():
+        try:
+            load_profile(path)
+        except TangramError as error:
+            raise TangramError(
+                "a file that is no profile would be replaced", where=str(path), fix="choose another place with -o"
+            ) from error
     header = _Header.model_validate(
         {"format": FORMAT, **profile._header()},  # noqa: SLF001 - the file form of the same value
         strict=False,

@@ -56,12 +56,12 @@ def check_place(output: Path) -> None:
         return
     if not output.is_dir():
         raise TangramError("output is not a folder", where=str(output), fix="choose another place with -o")
-    strangers = artefact_strangers(output)
-    if strangers:
+    stranger = next(artefact_strangers(output), None)
+    if stranger is not None:
         raise TangramError(
             "output holds files that are not part of an artefact",
             where=str(output),
-            got=strangers[0] + (f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""),
+            got=stranger,
             expected=f"an empty folder, or one whose {MANIFEST} names every file",
             fix="move them away, or choose another place with -o",
         )

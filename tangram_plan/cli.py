@@ -2,8 +2,11 @@
 
 import io
 import json
+import signal
 import sys
+from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 CHECK_FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130  # exit codes; 130 is what typer makes of Ctrl-C
+
+UsageError: Any = typer.BadParameter.__bases__[0]  # click's, of whichever copy of click typer uses
 
 app = typer.Typer(
     help="Compile measured per-head retention into a plan for a non-uniform KV cache.",
@@ -42,6 +47,21 @@ Overrides = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No logs and no progress on stderr.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"tangram-plan {version('tangram-plan')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -81,7 +101,7 @@ def build(
 
 
 @app.command()
-def show(artefact: Artefact, as_json: AsJson = False) -> None:
+def show(artefact: Artefact, as_json: AsJson = False, quiet: Quiet = False) -> None:  # noqa: ARG001 - says nothing anyway
     """Show the plan of an artefact."""
     from .report import plan_summary, read_solver_report
 
@@ -232,11 +252,21 @@ def import_profile(
     from .model_config import load_model_shape
 
     shape, config_path = load_model_shape(model, relative_to=Path())
+    if ratio is not None and ratio_key is not None:
+        raise TangramError("the requested ratio is given twice", where="--ratio, --ratio-key", expected="one of them")
+    if not scorer.strip():
+        raise TangramError("scorer has no name", where="--scorer")
     if ratio is None and ratio_key is None:
         log(f"no --ratio and no --ratio-key: the requested ratio is taken to be {DEFAULT_RATIO}", quiet=quiet)
     keys = ArrayKeys(key, layer_ids, ratio_key, meta_key)
     profile = import_arrays(
-        arrays, keys, shape, model=name or config_path.parent.name, scorer=scorer, level=level, requested_ratio=ratio
+        arrays,
+        keys,
+        shape,
+        model=name or config_path.parent.resolve().name,
+        scorer=scorer,
+        level=level,
+        requested_ratio=ratio,
     )
     save_profile(profile, output)
     log(
@@ -249,6 +279,7 @@ def import_profile(
 def show_profile(
     name: ProfileName,
     as_json: AsJson = False,
+    quiet: Quiet = False,  # noqa: ARG001 - says nothing anyway
     level: Annotated[Level | None, typer.Option(help="Level of the heat map.")] = None,
     ratio: Annotated[float | None, typer.Option(help="Ratio of the heat map; by default the one next to 0.3.")] = None,
 ) -> None:
@@ -301,20 +332,40 @@ def bench_decode(
     _print_figures(figures, decode_tables(figures), output, as_json=as_json)
 
 
+def _count_interrupts() -> list[int]:
+    """A list that grows by the signal number whenever Ctrl-C is pressed; the interrupt itself is raised as always."""
+    seen: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    return seen
+
+
 def main() -> None:
-    """Entry point: a TangramError is one line and exit code 2 (1 for a check that failed), all else keeps its traceback."""
+    """Entry point: wrong input is one line and exit code 2 (1 for a check that failed), all else keeps its traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is no fault
+    interrupts = _count_interrupts()
     try:
-        app()
+        code = app(prog_name="tangram-plan", standalone_mode=False)
     except TangramError as error:
         err().print(f"error: {error}")
-        sys.exit(CHECK_FAILED if isinstance(error, CheckFailedError) else WRONG_INPUT)
-    except SystemExit as stop:
-        if stop.code == INTERRUPTED:
-            err().print("interrupted; no half-written artefact or profile was left")
-        raise
+        code = CHECK_FAILED if isinstance(error, CheckFailedError) else WRONG_INPUT
+    except UsageError as error:
+        message = " ".join(error.format_message().split())
+        err().print(f"error: {message}; see `{error.ctx.command_path if error.ctx else 'tangram-plan'} --help`")
+        code = WRONG_INPUT
+    except BaseException:
+        if not interrupts:
+            raise
+        code = INTERRUPTED  # extensions that are interrupted while they load raise errors of their own
+    if code == INTERRUPTED:
+        err().print("interrupted; no half-written artefact or profile was left")
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _print_plan(summary: dict[str, Any], *, as_json: bool) -> None:

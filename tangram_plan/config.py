@@ -125,7 +125,7 @@ class BuildConfig(_Section):
         protected = self.retention.sink_tokens + self.retention.window_tokens
         if protected > self.compress_chunk_tokens:
             raise ValueError(
-                f"sink_tokens + window_tokens = {protected} exceed compress_chunk_tokens = {self.compress_chunk_tokens}"
+                f"compress_chunk_tokens of at least sink_tokens + window_tokens = {protected}, not {self.compress_chunk_tokens}"
             )
         return self
 

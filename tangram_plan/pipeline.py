@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from tangram_plan.ir import (
+    KEEP_EVERYTHING,
     ModelShape,
     PageLayout,
     Plan,
@@ -130,7 +131,9 @@ def compile_profile(
         provenance=Provenance(
             profile=f"{profile.model}/{profile.scorer}",
             profile_hash=profile.hash,
-            rule=f"{config.retention.rule} {config.retention.ratio:g}",
+            rule=f"{config.retention.rule} {config.retention.ratio:g}"
+            if config.retention.ratio < 1
+            else KEEP_EVERYTHING,
             grouping_solver=config.grouping.solver,
             partition_solver=config.partition.solver,
             seed=SEED,

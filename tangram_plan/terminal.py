@@ -12,12 +12,9 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-PLAIN_WIDTH = 160  # columns when the output is not a terminal
+from tangram_plan.ir import TangramError
 
-
-def out() -> Console:
-    """Console for data."""
-    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False, markup=False, emoji=False)
+PLAIN_WIDTH = 1000  # columns when the output is not a terminal: nothing is cut, and blanks at line ends are removed
 
 
 def err() -> Console:
@@ -39,8 +36,15 @@ def print_data(data: Any) -> None:
 
 def print_tables(tables: RenderableType) -> None:
     """Tables on stdout."""
+    terminal = sys.stdout.isatty()
+    console = Console(width=None if terminal else PLAIN_WIDTH, highlight=False, markup=False, emoji=False)
     with _reader_may_stop():
-        out().print(tables)
+        if terminal:
+            console.print(tables)
+            return
+        with console.capture() as captured:
+            console.print(tables)
+        sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 def new_table(title: str, *columns: str) -> Table:
@@ -53,12 +57,18 @@ def new_table(title: str, *columns: str) -> Table:
 
 @contextlib.contextmanager
 def _reader_may_stop() -> Iterator[None]:
-    """Whoever reads stdout may close it early (`| head`); that is no fault."""
+    """Whoever reads stdout may close it early (`| head`); that is no fault. A full disk is.
+
+    Raises:
+        TangramError: stdout cannot be written.
+    """
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
+        if not isinstance(error, BrokenPipeError):
+            raise TangramError("output cannot be written", where="stdout", got=error.strerror) from error
 
 
 def _finite(data: Any) -> Any:

@@ -1,12 +1,14 @@
 """`verify`: everything that an artefact claims, checked again from its files."""
 
 import contextlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
-from tangram_plan.ir import MANIFEST, REPORTS, Plan, TangramError, load_artefact, plan_hash, print_json
+from tangram_plan.codegen import allocator_config
+from tangram_plan.ir import ALLOCATOR_FILE, MANIFEST, REPORTS, Plan, TangramError, load_artefact, plan_hash, print_json
 
 from .terminal import new_table
 
@@ -31,6 +33,8 @@ def verify_artefact(artefact: Path) -> dict[str, Any]:
     try:
         plan = load_artefact(artefact)
         checks.append(_check("artefact", "hashes, schema and every invariant of the plan hold"))
+        if not _allocator_is_the_plans(artefact, plan):
+            checks.append(_check("allocator", f"{ALLOCATOR_FILE} is not the plan's; build it again", ok=False))
         results = _check_kernels(artefact, plan)
         missing = " and ".join(plan.model.attention.beyond_generated_kernels)
         if missing:
@@ -56,6 +60,14 @@ def verify_artefact(artefact: Path) -> dict[str, Any]:
 
 def _check(name: str, detail: str, *, ok: bool = True) -> dict[str, Any]:
     return {"name": name, "ok": ok, "detail": detail}
+
+
+def _allocator_is_the_plans(artefact: Path, plan: Plan) -> bool:
+    try:
+        found = json.loads((artefact / ALLOCATOR_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(found == json.loads(json.dumps(allocator_config(plan))))
 
 
 def _check_kernels(artefact: Path, plan: Plan) -> "list[KernelResult]":

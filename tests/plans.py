@@ -5,6 +5,7 @@ from functools import wraps
 from typing import ParamSpec
 
 from tangram_plan.ir import (
+    KEEP_EVERYTHING,
     ORIGINAL_ORDER,
     BudgetTable,
     CtaPartition,
@@ -28,7 +29,7 @@ from tangram_plan.ir import (
 P = ParamSpec("P")
 ESTIMATES = {schedule: ScheduleEstimate(predicted_us=10.0, makespan_over_ideal=1.0) for schedule in Schedule}
 MANUAL = Provenance(
-    profile="hand", profile_hash="", rule="hand", grouping_solver="hand", partition_solver="hand", seed=0
+    profile="hand", profile_hash="", rule=KEEP_EVERYTHING, grouping_solver="hand", partition_solver="hand", seed=0
 )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tangram_plan.ir import ModelShape, TangramError, user_path
+from tangram_plan.ir import ORIGINAL_ORDER, ModelShape, TangramError, check_head_order, user_path
 from tangram_plan.model_config import model_shape_from_config
 
 from .texts import CalibrationText
@@ -65,6 +65,7 @@ def load_model(model: str, *, device: str, name: str | None = None) -> LoadedMod
     folder, gguf_file, own_name = _locate(model)
     source: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
     dtype = torch.float32 if gguf_file else "auto"
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # calibration has its own
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **source)
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **source)
@@ -79,10 +80,12 @@ def load_model(model: str, *, device: str, name: str | None = None) -> LoadedMod
             got=(str(error).strip().splitlines() or [type(error).__name__])[0],
             expected="a Hugging Face folder or id, a .gguf file, or a folder that holds one",
         ) from error
+    config = loaded.config.to_dict()
+    check_head_order(config, ORIGINAL_ORDER, where=model)
     loaded = loaded.eval().requires_grad_(requires_grad=False).to(device)
     return LoadedModel(
         name=name or own_name,
-        shape=model_shape_from_config(loaded.config.to_dict(), model),
+        shape=model_shape_from_config(config, model),
         weights=_hash_weights(loaded),
         model=loaded,
         tokenizer=tokenizer,

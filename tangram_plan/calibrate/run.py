@@ -59,6 +59,8 @@ def calibrate(
         TangramError: an argument, the model or a text cannot be used, or too few samples are left.
     """
     console = console or Console(stderr=True)
+    if output.exists() and not output.is_dir():
+        raise TangramError("output is not a folder", where=str(output), fix="choose another place with -o")
     chosen = _choose(scorers)
     rising = _check_ratios(ratios)
     inputs = load_texts(texts or shipped_texts())

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tangram_plan.ir import LayerKind, LayerShape, ModelShape, TangramError
+from tangram_plan.ir import ORIGINAL_ORDER, LayerKind, LayerShape, ModelShape, TangramError, check_head_order
 
 from .attention_form import attention_form
 from .decoder import (
@@ -24,7 +24,7 @@ _DEFAULT_ROPE_BASE = 10000.0
 
 
 def load_model_shape(model: str, relative_to: Path) -> tuple[ModelShape, Path]:
-    """The attention shape of a model, and the `config.json` it was read from.
+    """The attention shape of a model to measure or plan for, and the `config.json` it was read from.
 
     Args:
         model: a folder, a path to the file, or a hub id in the local cache.
@@ -32,8 +32,10 @@ def load_model_shape(model: str, relative_to: Path) -> tuple[ModelShape, Path]:
 
     Raises:
         TangramError: see `load_model_config` and `model_shape_from_config`.
+        MismatchError: its KV heads were reordered: profiles and plans speak of the original order.
     """
     config, path = load_model_config(model, relative_to=relative_to)
+    check_head_order(config, ORIGINAL_ORDER, where=str(path))
     return model_shape_from_config(config, where=str(path)), path
 
 

@@ -38,18 +38,19 @@ from .path_bounds import bound_paths
 
 DETERMINISTIC_SECONDS = 4.0
 PRICE_ROUNDS = 8
+TIE_PRICE = 1e-6  # of rho: far below one unit of cost, far above the rounding of floats
 LAWS_PER_RUN = 6  # candidate laws at or next above a run's own
 
 
 @dataclass(frozen=True)
 class _StepPrice:
-    """What a KV head costs in the first of these groups whose law covers it."""
+    """What a KV head costs in the first of these groups whose law covers it; where that is the same, a smaller law is better."""
 
     laws: list[int]  # rising
     prices: list[float]
 
     def __call__(self, rho: int) -> float:
-        return self.prices[bisect_left(self.laws, rho)]
+        return self.prices[bisect_left(self.laws, rho)] + rho * TIE_PRICE
 
 
 Run = tuple[Row, ...]  # neighbours of one layer, by falling rho, that share a group

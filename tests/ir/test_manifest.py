@@ -201,17 +201,17 @@ def test_an_artefact_holds_no_strangers(tmp_path: Path) -> None:
     folder = seal(tmp_path / "plan")
     (folder / "reports").mkdir()
     (folder / "reports" / "build.json").write_text("{}")
-    assert artefact_strangers(folder) == []
+    assert list(artefact_strangers(folder)) == []
 
 
 def test_a_file_that_no_build_put_there_is_a_stranger(tmp_path: Path) -> None:
     folder = seal(tmp_path / "plan")
     (folder / "thesis.tex").write_text("x")
-    assert artefact_strangers(folder) == ["thesis.tex"]
+    assert list(artefact_strangers(folder)) == ["thesis.tex"]
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", "reports/thesis.tex", "__pycache__/thesis.pyc", MANIFEST])
 def test_without_a_manifest_everything_is_a_stranger(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("x")
-    assert artefact_strangers(tmp_path) == [name]
+    assert list(artefact_strangers(tmp_path)) == [name]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tangram_plan.ir import (
+    KEEP_EVERYTHING,
     RHO_ONE,
     HeadGroup,
     HeadOrder,
@@ -224,9 +225,12 @@ def test_a_plan_that_evicts_but_saves_nothing_is_refused() -> None:
         verify_plan(plan)
 
 
-def test_a_plan_that_keeps_everything_need_not_save() -> None:
-    plan = with_budgets(rho=dict.fromkeys(RHO, RHO_ONE))(hand_plan())
-    verify_plan(with_groups(*(replace(group, rho=RHO_ONE) for group in GROUPS[1]))(plan))
+def test_a_plan_that_keeps_everything_need_not_save_if_that_is_its_rule() -> None:
+    kept = with_budgets(rho=dict.fromkeys(RHO, RHO_ONE))(hand_plan())
+    plan = with_groups(*(replace(group, rho=RHO_ONE) for group in GROUPS[1]))(kept)
+    verify_plan(replace(plan, provenance=replace(plan.provenance, rule=KEEP_EVERYTHING)))
+    with pytest.raises(VerifyError, match="saves no byte"):
+        verify_plan(plan)
 
 
 def test_saving_at_one_reported_context_is_enough() -> None:

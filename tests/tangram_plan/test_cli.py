@@ -645,3 +645,52 @@ def test_a_reader_that_stops_reading_is_no_failed_check(cli: CommandLine, model_
         assert process.stderr
         process.stdout.close()
         assert (process.stderr.read(), process.wait(timeout=60)) == (b"", 0)
+
+
+def test_usage_error_is_one_line() -> None:
+    answer = in_a_process("show")
+    assert answer.returncode == 2
+    assert answer.stderr == "error: Missing argument 'OUT'.; see `tangram-plan show --help`\n"
+
+
+def test_full_disk_on_stdout_is_one_line(cli: CommandLine, model_yaml: Path) -> None:
+    plan = built(cli, model_yaml)
+    with Path("/dev/full").open("w") as full:
+        answer = subprocess.run(
+            [sys.executable, "-m", "tangram_plan", "show", plan],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert answer.returncode == 2
+    assert answer.stderr == "error: stdout: output cannot be written: got No space left on device\n"
+
+
+def test_tables_are_whole_and_without_blanks_at_line_ends(cli: CommandLine, model_yaml: Path) -> None:
+    lines = cli("build", model_yaml, "--dry-run", "-q").out.splitlines()
+    assert all(line == line.rstrip() for line in lines)
+    assert "…" not in "".join(lines)
+
+
+def test_model_whose_heads_were_reordered_is_not_planned_from(cli: CommandLine, model_yaml: Path) -> None:
+    path = model_yaml.parent / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tangram_head_order": "abc"}))
+    assert_refused(
+        cli("build", model_yaml, "-q"), "KV heads are in another order: got abc, expected the original order"
+    )
+
+
+def test_budgets_that_keep_everything_against_the_ratio_are_a_failed_check(cli: CommandLine, model_yaml: Path) -> None:
+    answer = cli("build", model_yaml, "-q", "--set", "retention.rule=mean_std", "--set", "retention.alpha=1000")
+    assert answer.code == 1
+    assert "the plan is meant to evict tokens but saves no byte" in answer.err
+
+
+def test_import_replaces_profiles_only(cli: CommandLine, model_yaml: Path) -> None:
+    folder = model_yaml.parent
+    np.savez(folder / "arrays.npz", retained=np.linspace(0.1, 0.9, 32).reshape(2, 4, 4))
+    (folder / "notes.txt").write_text("precious")
+    answer = cli(*import_arguments(folder), "-o", folder / "notes.txt", "-q")
+    assert_refused(answer, "a file that is no profile would be replaced")
+    assert (folder / "notes.txt").read_text() == "precious"
