@@ -54,7 +54,7 @@ def build_plan(
         quiet: no log lines.
 
     Returns:
-        `plan_summary` of the plan, or the product of `stop_after`.
+        `plan_summary` of the plan, with the place of the artefact if one was written; or the product of `stop_after`.
     """
     last = _stage(stop_after)
     config = load_config(config_file, overrides)
@@ -78,10 +78,11 @@ def build_plan(
     report = build_report(
         config, cast("Profile", products[Stage.PROFILE]), cast("Fitness", products[Stage.FITNESS]), solved
     )
-    if output is not None and last is None:
-        write_artefact(plan, {"build": report}, output)
-        log(f"artefact: {output}", quiet=quiet)
-    return plan_summary(plan, solver_report(config, solved))
+    summary = plan_summary(plan, solver_report(config, solved))
+    if output is None or last is not None:
+        return summary
+    write_artefact(plan, {"build": report}, output)
+    return summary | {"artefact": str(output)}
 
 
 def to_data(value: object) -> Any:

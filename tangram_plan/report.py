@@ -157,11 +157,11 @@ def plan_tables(summary: Mapping[str, Any]) -> RenderableType:
     )
     facts.add_row(
         "budgets",
-        f"{summary['rule']} from {summary['profile']}: KV heads keep {summary['mean_rho']:.1%} on average, plus {summary['sink_tokens']} first and {summary['window_tokens']} last tokens",
+        f"{summary['rule']} from {summary['profile']}: KV heads keep {summary['mean_rho']:.1%} on average, and each its first {summary['sink_tokens']} and last {summary['window_tokens']} tokens",
     )
     facts.add_row(
         "groups",
-        f"{summary['num_groups']} page tables a rank, pages of {summary['page_slots']} slots ({summary['page_bytes']:,} bytes, {summary['kv_dtype']})",
+        f"{summary['num_groups']} page tables{' on each rank' if summary['tensor_parallel'] > 1 else ''}, pages of {summary['page_slots']} slots ({summary['page_bytes']:,} bytes, {summary['kv_dtype']})",
     )
     if solver["status"]:
         gap = (
@@ -215,7 +215,11 @@ def plan_tables(summary: Mapping[str, Any]) -> RenderableType:
             f"{case['predicted_us']:,.0f} us",
             f"{case['makespan_over_ideal']:.3f}",
         )
-    return Group(facts, Text(), memory, Text(), decode)
+    note = "makespan / ideal: tokens of the busiest CTA over an equal share, worst layer; where prompts are short, launches cost more than that"
+    parts: list[RenderableType] = [facts, Text(), memory, Text(), decode, Text(note)]
+    if "artefact" in summary:
+        parts += [Text(), Text(f"artefact {summary['artefact']}; next: tangram-plan verify {summary['artefact']}")]
+    return Group(*parts)
 
 
 def _memory_data(use: MemoryUse, plan: Plan) -> dict[str, Any]:
