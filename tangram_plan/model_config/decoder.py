@@ -71,6 +71,20 @@ _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "vaultgemma": {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0},
 }
 
+_ENCODER_DECODERS = {
+    "bart",
+    "blenderbot",
+    "longt5",
+    "m2m_100",
+    "marian",
+    "mbart",
+    "mt5",
+    "pegasus",
+    "t5",
+    "umt5",
+    "whisper",
+}
+_WITHOUT_ATTENTION = {"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"}
 _ENCODERS = {
     "bert",
     "camembert",
@@ -116,7 +130,9 @@ class Decoder:
     def checked_count(self, value: object, key: str, minimum: int = 1) -> int:
         """`value`, if it is an int in the range of sizes."""
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _MAX_COUNT:
-            raise self.refusal("wrong value", key, got=repr(value), expected=f"an integer of {minimum} or more")
+            raise self.refusal(
+                "wrong value", key, got=repr(value), expected=f"an integer from {minimum} to {_MAX_COUNT}"
+            )
         return value
 
     def optional_number(self, key: str) -> float | None:
@@ -183,6 +199,13 @@ def refuse_unsupported(decoder: Decoder) -> None:
         TangramError: the architecture is one of these.
     """
     config, name = decoder.config, decoder.model_type
+    if name in _ENCODER_DECODERS:
+        raise TangramError("encoder-decoder models are not supported", where=decoder.where, got=name)
+    if name in _WITHOUT_ATTENTION:
+        fix = "serve it as it is"
+        raise TangramError(
+            f"{name} has no attention layers, so there is no KV cache to plan", where=decoder.where, fix=fix
+        )
     if name in _ENCODERS:
         raise TangramError("encoder models are not supported", where=decoder.where, got=name)
     if config.get("kv_lora_rank"):

@@ -535,3 +535,18 @@ def test_hub_id_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.Monke
 def test_hub_id_that_is_not_cached_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert "hf download org/name config.json" in load_refusal("org/name", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("t5", "encoder-decoder models are not supported: got t5"),
+        ("mamba2", "mamba2 has no attention layers, so there is no KV cache to plan; serve it as it is"),
+        ("rwkv", "rwkv has no attention layers"),
+    ],
+)
+def test_architecture_without_a_decoders_kv_cache_is_refused_by_name(model_type: str, message: str) -> None:
+    with pytest.raises(TangramError, match=message):
+        model_shape_from_config(
+            {"model_type": model_type, "num_hidden_layers": 4, "hidden_size": 64}, where="config.json"
+        )
