@@ -106,7 +106,8 @@ def show(artefact: Artefact, as_json: AsJson = False, quiet: Quiet = False) -> N
     from .report import plan_summary, read_solver_report
 
     plan = load_artefact(artefact)
-    _print_plan(plan_summary(plan, read_solver_report(artefact)), as_json=as_json)
+    summary = plan_summary(plan, read_solver_report(artefact)) | {"artefact": str(artefact)}
+    _print_plan(summary, as_json=as_json)
 
 
 @app.command()

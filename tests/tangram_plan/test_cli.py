@@ -60,7 +60,8 @@ def test_build_logs_every_stage_on_stderr_and_shows_the_plan_on_stdout(cli: Comm
     answer = cli("build", model_yaml)
     assert answer.code == 0
     logged = [line.partition(":")[0] for line in answer.err.splitlines()]
-    assert logged == [*Stage, "artefact"]
+    assert logged == list(Stage)
+    assert f"artefact {model_yaml.parent / 'plan'}; next: tangram-plan verify" in answer.out
     plan = load_artefact(model_yaml.parent / "plan")  # beside the configuration, unless told otherwise
     assert len(plan.grouping.groups) <= 6
     assert "Memory of one request" in answer.out
