@@ -15,7 +15,9 @@ WINDOW_TOKENS, SINK_TOKENS, RATIO = 4096, 32, 0.3
 random = np.random.default_rng(2507)
 need = random.lognormal(-2.6, 1.3, (NUM_LAYERS, NUM_KV_HEADS))
 context_of = np.concatenate([np.arange(NUM_CONTEXTS), random.integers(0, NUM_CONTEXTS, NUM_SAMPLES - NUM_CONTEXTS)])
-context_tokens = random.integers(14_600, 26_500, NUM_CONTEXTS)
+context_tokens = random.choice(
+    np.arange(14_600, 26_500), NUM_CONTEXTS, replace=False
+)  # the length tells contexts apart
 content = random.lognormal(0.0, 0.25, (NUM_CONTEXTS, NUM_LAYERS, NUM_KV_HEADS))
 
 retained = need * content[context_of] * random.lognormal(0.0, 0.03, (NUM_SAMPLES, NUM_LAYERS, NUM_KV_HEADS))
