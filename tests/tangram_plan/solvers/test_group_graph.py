@@ -8,27 +8,15 @@ from hypothesis import strategies as st
 
 from tangram_plan.ir import RHO_ONE, TangramError
 from tangram_plan.solvers.group_graph import ShortestPath
-from tangram_plan.solvers.grouping_problem import COST_SCALE, dominant_sizes
-from tests.solver_cases import GroupingCase, Scope, best_of_all_groupings, make_case
+from tangram_plan.solvers.grouping_problem import dominant_sizes
+from tests.solver_cases import GroupingCase, Scope, check_optimal, make_case
 from tests.solver_strategies import small_cases
-
-
-def check_optimal(case: GroupingCase) -> None:
-    best = best_of_all_groupings(case.problem)
-    if best is None:
-        with pytest.raises(TangramError, match="do not fit"):
-            ShortestPath().solve(case.problem)
-        return
-    solution = ShortestPath().solve(case.problem)
-    assert round(solution.objective * COST_SCALE) == case.problem.solution_cost(solution) == best
-    assert solution.bound == solution.objective
-    assert solution.status == "optimal"
 
 
 @settings(deadline=None, max_examples=300, derandomize=True, database=None)
 @given(small_cases())
 def test_no_grouping_of_all_costs_less(case: GroupingCase) -> None:
-    check_optimal(case)
+    check_optimal(ShortestPath(), case)
 
 
 @pytest.mark.parametrize("scope", ["model", "layer"])
@@ -38,14 +26,17 @@ def test_seven_heads_are_grouped_optimally_for_every_size_of_page(
     page_slots: int, max_groups: int, scope: Scope
 ) -> None:
     rho = [3000, RHO_ONE, 0, 12000, 13000, 30000, 500]
-    check_optimal(make_case(1, 7, rho, page_slots=page_slots, max_groups=max_groups, scope=scope, contexts=(64, 700)))
+    check_optimal(
+        ShortestPath(),
+        make_case(1, 7, rho, page_slots=page_slots, max_groups=max_groups, scope=scope, contexts=(64, 700)),
+    )
 
 
 @pytest.mark.parametrize("scope", ["model", "layer"])
 @pytest.mark.parametrize("max_groups", [2, 3, 4])
 def test_two_ranks_share_the_best_of_all_columns(max_groups: int, scope: Scope) -> None:
     rho = [3000, 60000, 100, 12000, 13000, 30000, 500, 0]
-    check_optimal(make_case(2, 4, rho, ranks=2, max_groups=max_groups, scope=scope, contexts=(64, 700)))
+    check_optimal(ShortestPath(), make_case(2, 4, rho, ranks=2, max_groups=max_groups, scope=scope, contexts=(64, 700)))
 
 
 def test_large_heads_are_parted_from_small_ones() -> None:
