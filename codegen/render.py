@@ -5,7 +5,7 @@ import jinja2
 from tangram_plan.ir import HEAD_TABLES_NAME
 
 from .head_tables import HeadTables
-from .specialize import KernelSpec
+from .kernel_spec import KernelSpec
 
 LINE_LENGTH = 120  # of generated source
 
