@@ -308,7 +308,7 @@ def bench_planner(
     quiet: Quiet = False,
 ) -> None:
     """Memory, tensor parallelism, overflow, splits and planning time on measured retention."""
-    from .bench_planner import planner_figures, planner_tables
+    from .bench.planner import planner_figures, planner_tables
 
     figures = planner_figures(folder, quiet=quiet)
     _print_figures(figures, planner_tables(figures), output, as_json=as_json)
@@ -326,8 +326,8 @@ def bench_decode(
     quiet: Quiet = False,
 ) -> None:
     """Time the generated decode kernels on a GPU, beside what the cost model predicted."""
-    from .bench_decode import bench_decode as measure
-    from .bench_decode import decode_tables
+    from .bench.decode import bench_decode as measure
+    from .bench.decode import decode_tables
 
     figures = measure(artefact, quiet=quiet)
     _print_figures(figures, decode_tables(figures), output, as_json=as_json)

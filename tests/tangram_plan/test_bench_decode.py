@@ -7,7 +7,7 @@ from tests.plans import valid_plan
 
 RUN = """
 from pathlib import Path
-from tangram_plan.bench_decode import DecodeStep
+from tangram_plan.bench.decode import DecodeStep
 from tangram_plan.ir import Schedule
 from tests.plans import valid_plan
 import sys

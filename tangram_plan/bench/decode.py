@@ -5,8 +5,6 @@ as an engine runs it. Every layer reads its own columns of one pool whose pages 
 is timed, outputs are poisoned with NaN, and both schedules must agree.
 """
 
-import statistics
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from tangram_plan.ir import QUEUE_NAME, Plan, Schedule, TangramError, kernel_name, load_artefact
+from tangram_plan.terminal import log, new_table
 
-from .terminal import log, new_table
+from .timing import read_bandwidth, require_gpu, time_graph
 
 if TYPE_CHECKING:
     import torch
 
     from tangram_plan.runtime.head_tables import SplitTables
 
-READ_BYTES = 2 << 30  # of the plain read that bandwidth is measured with
-REPLAYS = 20
 MEMORY_SHARE = 0.8  # of the GPU's free memory that a case may take
 AGREEMENT = 2e-2  # largest relative difference of the two schedules' outputs, as norms
 
@@ -38,16 +35,9 @@ def bench_decode(artefact: Path, *, quiet: bool) -> dict[str, Any]:
     Raises:
         TangramError: no CUDA device, or the schedules disagree.
     """
-    try:
-        import torch
-    except ImportError as error:
-        raise TangramError(
-            "torch is not installed", where="bench decode", fix="pip install 'tangram-plan[verify]'"
-        ) from error
-    if not torch.cuda.is_available():
-        raise TangramError("no CUDA device", where="bench decode", fix="run this on a machine with a GPU")
+    torch = require_gpu("bench decode")
     plan = load_artefact(artefact)
-    bandwidth = _read_bandwidth()
+    bandwidth = read_bandwidth()
     cases = []
     for choice in plan.partition.choices:
         pool_bytes = plan.num_pages(choice.context, choice.context) * choice.batch * plan.layout.page_bytes
@@ -60,7 +50,7 @@ def bench_decode(artefact: Path, *, quiet: bool) -> dict[str, Any]:
         step = DecodeStep(artefact, plan, choice.batch, choice.context, device="cuda")
         step.check_agreement()
         for schedule in Schedule:
-            measured_us = _time_graph(partial(step.run, schedule))
+            measured_us = time_graph(partial(step.run, schedule))
             cases.append(
                 {
                     "batch": choice.batch,
@@ -218,35 +208,3 @@ class _Layer:
         else:
             decode.launch(*self.inputs, self.queue, *partials)
             merge.launch(*partials, self.queue, out, num_kv_heads=self.num_kv_heads)
-
-
-def _time_graph(run: Callable[[], object]) -> float:
-    """Median microseconds of replays of one graph."""
-    import torch
-
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return float(statistics.median(times))
-
-
-def _read_bandwidth() -> float:
-    """GB/s of a plain read: bytes over nanoseconds."""
-    import torch
-
-    data = torch.ones(READ_BYTES // 4, dtype=torch.int32, device="cuda")
-    return float(READ_BYTES / 1e3 / _time_graph(data.amax))

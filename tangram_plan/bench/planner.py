@@ -16,16 +16,15 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from tangram_plan.budgets import held_out_overflow, mean_std, target
+from tangram_plan.config import BuildConfig
+from tangram_plan.grouping import SolvedGrouping, grouping_problem
+from tangram_plan.import_arrays import ArrayKeys, import_arrays
 from tangram_plan.ir import REPORT_CONTEXTS, LayerKind, LayerShape, ModelShape, Plan, Schedule, TangramError, memory_use
+from tangram_plan.pipeline import SEED, Stage, compile_profile
 from tangram_plan.profiles import FloatArray, Level, Profile, Sample
-
-from .budgets import held_out_overflow, mean_std, target
-from .config import BuildConfig
-from .grouping import SolvedGrouping, grouping_problem
-from .import_arrays import ArrayKeys, import_arrays
-from .pipeline import SEED, Stage, compile_profile
-from .solvers.group_cp_sat_layers import greedy_groups
-from .terminal import log, new_table
+from tangram_plan.solvers.group_cp_sat_layers import greedy_groups
+from tangram_plan.terminal import log, new_table
 
 KEYS = ArrayKeys(retained="raw_ratio", layer_ids="static_layer_ids", ratio="base_ratios", meta="sample_meta")
 PAPER_ALPHA = 2.0
