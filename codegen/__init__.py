@@ -1,7 +1,7 @@
 """Plan in, files out: kernel specs, templates, allocator configuration."""
 
 from .allocator_config import allocator_config
-from .decode_kernels import DecodeKernel, MergeKernel, QueueKernel
+from .decode_kernels import DecodeKernel, PlanKernel
 from .emit import emit
 from .head_tables import HeadTables, tabulate
 from .kernel_spec import KernelSpec
@@ -12,8 +12,7 @@ __all__ = [
     "DecodeKernel",
     "HeadTables",
     "KernelSpec",
-    "MergeKernel",
-    "QueueKernel",
+    "PlanKernel",
     "allocator_config",
     "emit",
     "render_head_tables",

@@ -1,13 +1,13 @@
-"""The kernels of a decode step: one decode and one merge kernel per schedule and gqa_ratio, and one that lays out the tile queue.
+"""The kernels of a decode step: one per schedule that plans the step of all layers, and a decode kernel per gqa_ratio.
 
-Page geometry, law and tile size come from the plan; warps and stages are plain defaults, kept inside the shared memory of
-the smallest supported GPU.
+Page geometry, law and tile come from the plan, and so do step, warps and stages, which were measured for the device: they are
+made smaller here where registers, or the shared memory of the smallest supported GPU, would not hold them.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tangram_plan.ir import QUEUE_NAME, KVDtype, Plan, Schedule, kernel_name
+from tangram_plan.ir import CtaPartition, KVDtype, Plan, Schedule, decode_kernel_name, plan_kernel_name
 
 from .kernel_spec import (
     MIN_DOT_SIZE,
@@ -23,176 +23,147 @@ from .kernel_spec import (
     stride_type,
 )
 
-MERGE_PARTIALS = 16  # partial results that a merge reads at once
-QUEUE_PAIRS = 1024  # (request, KV head) pairs that the queue kernel scans at once
-MAX_STAGES = 3
+PLANNED_AT_ONCE = 512  # pairs, CTAs or splits
+MAX_MERGE_PARTIALS = 16  # partial results that a merge reads at once
+MAX_MERGE_ELEMENTS = 64 * 128  # of them, held in registers
 SHARED_MEMORY_BYTES = 150 * 1024  # for loads in flight; sm_80 has 163 KiB for one CTA, reductions take some
 MAX_STEP_BYTES = 32 * 1024  # of the keys, or the values, of one step of the inner loop
 MAX_STEP_SCORES = 64 * 64  # of one step: query rows times tokens, held in registers
 
 
 @dataclass(frozen=True)
-class AttentionSpec(KernelSpec):
-    """The shape of one head's attention, which decode and merge share.
+class DecodeKernel(KernelSpec):
+    """Attention of one query token per request over its pages.
 
     Args:
         head_dim: elements of a head.
         padded_head_dim: the power of two that `tl.arange` counts to; a side of the tensor-core products.
         gqa_ratio: query heads per KV head.
+        padded_gqa_ratio: rows of the tensor-core product.
         dtype: element type of query, keys, values and output.
         triton_dtype: the same, as Triton spells it.
-        row_stride_type: Triton's type of the distance of two requests in query and output, which is in whole heads.
-        num_ctas: CTAs in flight.
-    """
-
-    head_dim: int
-    padded_head_dim: int
-    gqa_ratio: int
-    dtype: KVDtype
-    triton_dtype: str
-    row_stride_type: str
-    num_ctas: int
-
-
-@dataclass(frozen=True)
-class DecodeKernel(AttentionSpec):
-    """Attention of one query token per request over its pages, as partial results.
-
-    Args:
-        padded_gqa_ratio: rows of the tensor-core product.
         dot_dtype: what a tensor-core product multiplies, as a Python expression.
         softmax_scale: factor on the scores, unless the caller gives another.
+        logit_softcap: of the model's attention; None if it has none.
+        has_sinks: whether query heads have a logit of their own.
+        row_stride_type: Triton's type of the distance of two requests, which is in whole heads.
         page_slots: head-token slots of a page; where its values begin.
         page_elements: distance of two pages, in elements.
         page_stride_type: Triton's type of that distance.
         group_sizes: numbers of members that occur.
         tokens_per_page: tokens per page that occur.
-        tile_tokens: tokens of one tile of the queue.
         step_tokens: tokens of one step of the inner loop.
-        law: constants of the page law.
+        merge_rows: rows of a merge, a power of two.
+        merge_partials: partial results that a merge reads at once.
     """
 
+    head_dim: int
+    padded_head_dim: int
+    gqa_ratio: int
     padded_gqa_ratio: int
+    dtype: KVDtype
+    triton_dtype: str
     dot_dtype: str
     softmax_scale: float
+    logit_softcap: float | None
+    has_sinks: bool
+    row_stride_type: str
     page_slots: int
     page_elements: int
     page_stride_type: str
     group_sizes: tuple[int, ...]
     tokens_per_page: tuple[int, ...]
-    tile_tokens: int
     step_tokens: int
-    law: LawConstants
-
-
-@dataclass(frozen=True)
-class MergeKernel(AttentionSpec):
-    """Merge of the partial results of one schedule.
-
-    Args:
-        merge_partials: partial results that are read at once.
-    """
-
+    merge_rows: int
     merge_partials: int
 
 
 @dataclass(frozen=True)
-class QueueKernel(KernelSpec):
-    """Cumulative tile counts of all (layer, request, KV head) pairs.
+class PlanKernel(KernelSpec):
+    """Plan of one decode step, for all layers.
 
     Args:
         tile_tokens: tokens of one tile of the queue.
-        queue_pairs: pairs that are scanned at once.
+        segment_tiles: tiles that stand for what it costs to begin a pair.
+        block: pairs, CTAs or splits that are planned at once.
         law: constants of the page law.
     """
 
     tile_tokens: int
-    queue_pairs: int
+    segment_tiles: int
+    block: int
     law: LawConstants
 
 
 def decode_kernels(plan: Plan) -> Iterator[KernelSpec]:
     """The kernels of a decode step."""
-    yield _queue_kernel(plan)
+    for schedule in Schedule:
+        yield _plan_kernel(plan, schedule)
     for gqa_ratio in gqa_ratios(plan.model):
-        for schedule in Schedule:
-            yield _decode_kernel(plan, schedule, gqa_ratio)
-            yield _merge_kernel(plan, schedule, gqa_ratio)
+        yield _decode_kernel(plan, gqa_ratio)
 
 
-def _decode_kernel(plan: Plan, schedule: Schedule, gqa_ratio: int) -> DecodeKernel:
-    layout = plan.layout
+def _plan_kernel(plan: Plan, schedule: Schedule) -> PlanKernel:
+    return PlanKernel(
+        name=plan_kernel_name(schedule),
+        template=f"plan_{schedule}.py.j2",
+        num_warps=4,
+        num_stages=1,
+        tile_tokens=plan.partition.tile_tokens,
+        segment_tiles=plan.partition.segment_tiles,
+        block=PLANNED_AT_ONCE,
+        law=law_constants(plan),
+    )
+
+
+def _decode_kernel(plan: Plan, gqa_ratio: int) -> DecodeKernel:
+    layout, form, partition = plan.layout, plan.model.attention, plan.partition
     sizes = sorted({group.num_members for group in plan.grouping.groups})
     padded_head_dim, padded_gqa_ratio = padded(layout.head_dim), padded(gqa_ratio)
-    step_tokens = _step_tokens(plan.partition.tile_tokens, padded_gqa_ratio, padded_head_dim, layout.dtype)
+    step_tokens = _step_tokens(partition, padded_gqa_ratio, padded_head_dim, layout.dtype)
+    merge_rows = next_power_of_two(gqa_ratio)
     return DecodeKernel(
-        name=kernel_name("decode", schedule, layout, gqa_ratio),
-        template=f"decode_{schedule}.py.j2",
-        num_warps=4 if padded_gqa_ratio <= 32 else 8,
-        num_stages=_num_stages(step_tokens, padded_gqa_ratio, padded_head_dim, layout.dtype),
+        name=decode_kernel_name(layout, gqa_ratio),
+        template="decode_attention.py.j2",
+        num_warps=partition.num_warps if padded_gqa_ratio <= 32 else max(8, partition.num_warps),
+        num_stages=_num_stages(partition, step_tokens, padded_gqa_ratio, padded_head_dim, layout.dtype),
         head_dim=layout.head_dim,
         padded_head_dim=padded_head_dim,
         gqa_ratio=gqa_ratio,
         padded_gqa_ratio=padded_gqa_ratio,
         dtype=layout.dtype,
         triton_dtype=TRITON_DTYPES[layout.dtype],
-        row_stride_type=stride_type(layout.head_dim),
-        softmax_scale=plan.model.attention.softmax_scale,
         dot_dtype=dot_dtype(layout.dtype),
+        softmax_scale=form.softmax_scale,
+        logit_softcap=form.logit_softcap,
+        has_sinks=form.has_sinks,
+        row_stride_type=stride_type(layout.head_dim),
         page_slots=layout.page_slots,
         page_elements=layout.page_elements,
         page_stride_type=page_stride_type(layout),
         group_sizes=tuple(sizes),
         tokens_per_page=tuple(sorted({layout.tokens_per_page(size) for size in sizes})),
-        tile_tokens=plan.partition.tile_tokens,
         step_tokens=step_tokens,
-        num_ctas=plan.partition.num_ctas,
-        law=law_constants(plan),
+        merge_rows=merge_rows,
+        merge_partials=max(2, min(MAX_MERGE_PARTIALS, MAX_MERGE_ELEMENTS // (merge_rows * padded_head_dim))),
     )
 
 
-def _merge_kernel(plan: Plan, schedule: Schedule, gqa_ratio: int) -> MergeKernel:
-    return MergeKernel(
-        name=kernel_name("merge", schedule, plan.layout, gqa_ratio),
-        template=f"merge_{schedule}.py.j2",
-        num_warps=4,
-        num_stages=1,
-        head_dim=plan.layout.head_dim,
-        padded_head_dim=padded(plan.layout.head_dim),
-        gqa_ratio=gqa_ratio,
-        dtype=plan.layout.dtype,
-        triton_dtype=TRITON_DTYPES[plan.layout.dtype],
-        row_stride_type=stride_type(plan.layout.head_dim),
-        num_ctas=plan.partition.num_ctas,
-        merge_partials=MERGE_PARTIALS,
-    )
-
-
-def _queue_kernel(plan: Plan) -> QueueKernel:
-    return QueueKernel(
-        name=QUEUE_NAME,
-        template=f"{QUEUE_NAME}.py.j2",
-        num_warps=4,
-        num_stages=1,
-        tile_tokens=plan.partition.tile_tokens,
-        queue_pairs=QUEUE_PAIRS,
-        law=law_constants(plan),
-    )
-
-
-def _step_tokens(tile_tokens: int, padded_gqa_ratio: int, padded_head_dim: int, dtype: KVDtype) -> int:
-    """Tokens of one step of the inner loop: a power of two, at most a tile, and no more than registers hold."""
-    most = min(tile_tokens, MAX_STEP_SCORES // padded_gqa_ratio, MAX_STEP_BYTES // (padded_head_dim * dtype.itemsize))
+def _step_tokens(partition: CtaPartition, padded_gqa_ratio: int, padded_head_dim: int, dtype: KVDtype) -> int:
+    """Tokens of one step of the inner loop: a power of two, and no more than registers hold."""
+    most = min(MAX_STEP_SCORES // padded_gqa_ratio, MAX_STEP_BYTES // (padded_head_dim * dtype.itemsize))
     if dtype is KVDtype.FLOAT32:  # multiplied without tensor cores, from registers
         most //= 2
-    return max(MIN_DOT_SIZE, next_power_of_two(most + 1) // 2)
+    return max(MIN_DOT_SIZE, min(partition.step_tokens, next_power_of_two(most + 1) // 2))
 
 
-def _num_stages(step_tokens: int, padded_gqa_ratio: int, padded_head_dim: int, dtype: KVDtype) -> int:
+def _num_stages(
+    partition: CtaPartition, step_tokens: int, padded_gqa_ratio: int, padded_head_dim: int, dtype: KVDtype
+) -> int:
     """As many loads in flight as shared memory holds: Triton keeps up to `num_stages - 1` buffers of K and of V.
 
     Without tensor cores, it also changes the layout of the output through shared memory.
     """
     output_bytes = padded_gqa_ratio * padded_head_dim * 4 if dtype is KVDtype.FLOAT32 else 0
     buffers = (SHARED_MEMORY_BYTES - output_bytes) // (2 * step_tokens * padded_head_dim * dtype.itemsize)
-    return max(1, min(MAX_STAGES, buffers + 1))
+    return max(1, min(partition.num_stages, buffers + 1))

@@ -1,6 +1,16 @@
 """What a plan IS: frozen values, the page law, what makes them valid, their text and the manifest. Imports nothing of ours."""
 
-from .artefact_names import ALLOCATOR_FILE, HEAD_TABLES_NAME, KERNELS_FOLDER, QUEUE_NAME, kernel_name
+from .artefact_names import (
+    ALLOCATOR_FILE,
+    HEAD_TABLES_NAME,
+    KERNELS_FOLDER,
+    EvictionRole,
+    decode_kernel_name,
+    eviction_kernel_name,
+    gather_kernel_name,
+    plan_kernel_name,
+    prefill_kernel_name,
+)
 from .budget_table import BudgetTable
 from .cta_partition import CtaPartition, Schedule, ScheduleChoice, ScheduleEstimate, StaticSplits
 from .errors import CheckFailedError, MismatchError, TangramError, VerifyError
@@ -34,7 +44,6 @@ __all__ = [
     "MANIFEST",
     "ORIGINAL_ORDER",
     "PAGE_TOKEN_ALIGNMENT",
-    "QUEUE_NAME",
     "REPORTS",
     "REPORT_CONTEXTS",
     "RHO_ONE",
@@ -42,6 +51,7 @@ __all__ = [
     "BudgetTable",
     "CheckFailedError",
     "CtaPartition",
+    "EvictionRole",
     "HeadGroup",
     "HeadGrouping",
     "HeadOrder",
@@ -65,12 +75,16 @@ __all__ = [
     "VerifyError",
     "artefact_strangers",
     "check_head_order",
-    "kernel_name",
+    "decode_kernel_name",
+    "eviction_kernel_name",
+    "gather_kernel_name",
     "load_artefact",
     "memory_use",
     "pages",
     "parse_plan",
     "plan_hash",
+    "plan_kernel_name",
+    "prefill_kernel_name",
     "print_json",
     "print_plan",
     "seal_artefact",

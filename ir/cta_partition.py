@@ -33,7 +33,7 @@ class ScheduleEstimate:
 
     Args:
         predicted_us: attention of one decode step over all layers, in microseconds, on the slowest rank.
-        makespan_over_ideal: tokens of the busiest CTA over an equal share of all tokens, in the worst layer.
+        makespan_over_ideal: tokens of the busiest CTA over an equal share of all that is dealt out, in the worst layer.
     """
 
     predicted_us: float
@@ -57,7 +57,12 @@ class CtaPartition:
     Args:
         device: device description that the cost model used.
         num_ctas: CTAs in flight on the device (N_CTA).
-        tile_tokens: tokens of a tile of the queue, and of a step of the kernels' inner loop.
+        tile_tokens: tokens of a tile of the queue.
+        segment_tiles: tiles that stand for what it costs a CTA to begin a (request, KV head) pair.
+        step_tokens: tokens that a decode kernel reads at once; like warps and stages, a wish that codegen makes smaller where
+            head_dim, dtype or GQA ratio ask for it.
+        num_warps: warps of a decode kernel's CTA.
+        num_stages: loads in flight of its inner loop.
         static_splits: by rising batch.
         choices: by rising batch, then context.
     """
@@ -65,5 +70,9 @@ class CtaPartition:
     device: str
     num_ctas: int
     tile_tokens: int
+    segment_tiles: int
+    step_tokens: int
+    num_warps: int
+    num_stages: int
     static_splits: tuple[StaticSplits, ...]
     choices: tuple[ScheduleChoice, ...]

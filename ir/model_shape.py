@@ -66,12 +66,6 @@ class AttentionForm:
         """`softmax(q k / sqrt(head_dim))`, as nearly every model has it."""
         return cls(1 / math.sqrt(head_dim))  # not `**`: its last bit is the platform's, and the plan hash has it
 
-    @property
-    def beyond_generated_kernels(self) -> tuple[str, ...]:
-        """What of this form the generated kernels do not compute."""
-        soft_cap = ("a logit soft cap",) if self.logit_softcap is not None else ()
-        return soft_cap + (("attention sinks",) if self.has_sinks else ())
-
     def is_plain(self, head_dim: int) -> bool:
         """Whether this is `plain(head_dim)`, up to the float32 that a config may have gone through."""
         unscaled = math.isclose(self.softmax_scale**2 * head_dim, 1, rel_tol=1e-6)

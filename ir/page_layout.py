@@ -52,6 +52,11 @@ class PageLayout:
         """Distance of two pages in the pool, in elements of `dtype`."""
         return self.page_bytes // self.dtype.itemsize
 
+    @property
+    def position_word(self) -> int:
+        """Where the positions of a page begin, in 4-byte words; its scores begin `page_slots` words later."""
+        return 2 * self.page_slots * self.head_dim * self.dtype.itemsize // 4
+
     def tokens_per_page(self, num_members: int) -> int:
         """Tokens of each member that fit into a page of a group with so many members."""
         return tokens_per_page(self.page_slots, num_members)

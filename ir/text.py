@@ -18,7 +18,7 @@ from .model_shape import AttentionForm, KVHead, LayerKind, LayerShape, ModelShap
 from .page_layout import KVDtype, PageLayout
 from .plan import Plan, Provenance
 
-SCHEMA = "tangram-plan/1"
+SCHEMA = "tangram-plan/2"
 LINE_WIDTH = 120
 
 Json = Mapping[str, Any] | Sequence[Any] | str | int | float | None
@@ -130,6 +130,10 @@ def _plan_to_json(plan: Plan) -> Json:
             "device": partition.device,
             "num_ctas": partition.num_ctas,
             "tile_tokens": partition.tile_tokens,
+            "segment_tiles": partition.segment_tiles,
+            "step_tokens": partition.step_tokens,
+            "num_warps": partition.num_warps,
+            "num_stages": partition.num_stages,
             "static_splits": [
                 {"batch": static.batch, "splits": _per_layer(static.splits, shape)}
                 for static in partition.static_splits
@@ -181,6 +185,10 @@ def _plan_from_json(raw: dict[str, Any]) -> Plan:
             device=partition["device"],
             num_ctas=partition["num_ctas"],
             tile_tokens=partition["tile_tokens"],
+            segment_tiles=partition["segment_tiles"],
+            step_tokens=partition["step_tokens"],
+            num_warps=partition["num_warps"],
+            num_stages=partition["num_stages"],
             static_splits=tuple(
                 StaticSplits(static["batch"], _per_head(static["splits"])) for static in partition["static_splits"]
             ),

@@ -154,6 +154,25 @@ def verify_partition(partition: CtaPartition, shape: ModelShape, tensor_parallel
             got=f"{partition.num_ctas} CTAs, tiles of {partition.tile_tokens} tokens",
             expected=f"at least one, and a positive multiple of {PAGE_TOKEN_ALIGNMENT}",
         )
+    step_tokens, num_warps = partition.step_tokens, partition.num_warps
+    if (
+        step_tokens < PAGE_TOKEN_ALIGNMENT
+        or step_tokens.bit_count() != 1
+        or num_warps < 1
+        or num_warps.bit_count() != 1
+    ):
+        raise VerifyError(
+            "step or warps are not powers of two",
+            where="partition",
+            got=f"steps of {step_tokens} tokens, {num_warps} warps",
+            expected=f"steps of {PAGE_TOKEN_ALIGNMENT} tokens or more",
+        )
+    if partition.num_stages < 1 or partition.segment_tiles < 0:
+        raise VerifyError(
+            "stages or tiles of a segment are not valid",
+            where="partition",
+            got=f"{partition.num_stages} stages, {partition.segment_tiles} tiles",
+        )
     sizes = [static.batch for static in partition.static_splits]
     if not sizes or sizes[0] < 1 or sizes != sorted(set(sizes)):
         raise VerifyError("batch sizes do not rise from 1 on", where="partition", got=sizes)

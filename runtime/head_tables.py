@@ -1,6 +1,6 @@
 """The generated head tables, and what the kernels are given of them: int32 tensors, made once, before the first step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from pathlib import Path
@@ -28,17 +28,20 @@ class LayerTables(NamedTuple):
 
 
 class SplitTables(NamedTuple):
-    """Static splits of one layer."""
+    """Static splits of the local KV heads of all planned layers of one rank, layer after layer."""
 
-    split_head: torch.Tensor  # int32 [num_splits], KV head of every split
-    split_indptr: torch.Tensor  # int32 [num_kv_heads + 1], where each KV head's splits begin
+    split_head: (
+        torch.Tensor
+    )  # int32 [splits of all planned layers], KV head of every split, counted from its layer's first
+    split_indptr: torch.Tensor  # int32 [local KV heads of all planned layers + 1], where each KV head's splits begin
 
 
-class QueueTables(NamedTuple):
-    """All layers of one rank, for the tile queue."""
+class StepTables(NamedTuple):
+    """Local KV heads of all planned layers of one rank, layer after layer."""
 
-    head_indptr: torch.Tensor  # int32 [num_layers + 1], where in `group_id` each planned layer begins
+    head_indptr: torch.Tensor  # int32 [num_layers + 1], where in the others each planned layer begins
     group_id: torch.Tensor  # int32 [local KV heads of all planned layers]
+    column: torch.Tensor  # int32 [local KV heads of all planned layers]
 
 
 @dataclass(frozen=True)
@@ -73,29 +76,22 @@ class HeadTables:
         """Where the local KV heads of a layer lie."""
         return LayerTables(int32(self.group_id[rank, layer], device), int32(self.column[rank, layer], device))
 
-    def split_tables(self, rank: int, layer: int, num_requests: int, device: torch.device | str) -> SplitTables:
-        """Static splits of a layer, of the smallest planned batch that holds so many requests, else of the largest."""
+    def step_tables(self, rank: int, device: torch.device | str) -> StepTables:
+        """Where the local KV heads of all planned layers lie."""
+        group_id, column = ([by[rank, layer] for layer in self.planned_layers] for by in (self.group_id, self.column))
+        head_indptr = _indptr([len(heads) for heads in group_id])
+        return StepTables(int32(head_indptr, device), int32(_flat(group_id), device), int32(_flat(column), device))
+
+    def splits_of(self, rank: int, num_requests: int) -> dict[int, tuple[int, ...]]:
+        """Static splits of every planned layer's KV heads, of the smallest planned batch that holds so many requests, else of the largest."""
         batch = next((batch for batch in self.batches if batch >= num_requests), self.batches[-1])
-        splits = self.splits[batch, rank, layer]
-        split_head = [head for head, num_splits in enumerate(splits) for _ in range(num_splits)]
-        return SplitTables(int32(split_head, device), int32(_indptr(splits), device))
+        return {layer: self.splits[batch, rank, layer] for layer in self.planned_layers}
 
-    def queue_tables(self, rank: int, device: torch.device | str) -> QueueTables:
-        """Head groups of all planned layers."""
-        layers = [self.group_id[rank, layer] for layer in self.planned_layers]
-        group_id = [group for layer in layers for group in layer]
-        return QueueTables(int32(_indptr([len(layer) for layer in layers]), device), int32(group_id, device))
-
-    def queue_size(self, rank: int, num_requests: int) -> int:
-        """Entries of the `tile_indptr` of all layers."""
-        return self.queue_range(rank, self.planned_layers[-1], num_requests)[1]
-
-    def queue_range(self, rank: int, layer: int, num_requests: int) -> tuple[int, int]:
-        """Where in the `tile_indptr` of all layers that of one layer stands, half-open."""
-        place = self.planned_layers.index(layer)
-        heads_before = sum(len(self.group_id[rank, earlier]) for earlier in self.planned_layers[:place])
-        start = num_requests * heads_before + place
-        return start, start + num_requests * len(self.group_id[rank, layer]) + 1
+    def split_tables(self, rank: int, num_requests: int, device: torch.device | str) -> SplitTables:
+        """`splits_of`, as the kernels read it."""
+        layers = self.splits_of(rank, num_requests).values()
+        split_head = [head for splits in layers for head, count in enumerate(splits) for _ in range(count)]
+        return SplitTables(int32(split_head, device), int32(_indptr(_flat(layers)), device))
 
 
 def load_head_tables(directory: Path) -> HeadTables:
@@ -107,6 +103,10 @@ def load_head_tables(directory: Path) -> HeadTables:
 def int32(values: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
     """A tensor, as the kernels read integers."""
     return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _flat(parts: Iterable[Sequence[int]]) -> list[int]:
+    return [value for part in parts for value in part]
 
 
 def _indptr(counts: Sequence[int]) -> list[int]:

@@ -115,7 +115,14 @@ def slots_of(
     return page_ids[token // tokens_per_page], column * tokens_per_page + token % tokens_per_page
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    softmax_scale: float,
+    logit_softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention of the query heads of one KV head; zeros if there is no token.
 
     Args:
@@ -123,50 +130,80 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax_sc
         keys: [num_tokens, D].
         values: [num_tokens, D].
         softmax_scale: factor on the scores.
+        logit_softcap: see `ir.AttentionForm`.
+        sinks: [gqa_ratio], logits that join the softmax without a token.
     """
-    weights = torch.softmax(q @ keys.T * softmax_scale, dim=-1)
-    return weights @ values
+    logits = q @ keys.T * softmax_scale
+    if logit_softcap is not None:
+        logits = logit_softcap * torch.tanh(logits / logit_softcap)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks[:, None]], dim=-1)
+    weights = torch.softmax(logits, dim=-1)
+    return weights[:, : len(keys)] @ values
 
 
 def decode_attention(
     plan: Plan,
     places: Sequence[HeadPlace],
     q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    score: torch.Tensor,
     pool: torch.Tensor,
     page_table: PageTable,
     prompt_tokens: Sequence[int],
     num_tokens: Sequence[int],
     *,
+    sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Attention of one new token per request over everything that its KV heads hold, of one layer and rank.
 
+    The new token is written to the last slot of its KV heads first: key, value, position and score.
+
     Args:
-        plan: gives lengths and page geometry.
+        plan: gives lengths, page geometry and the form of attention.
         places: the layer's KV heads, as by `local_heads`.
         q: [R, num_kv_heads * gqa_ratio, D]; query heads of a KV head stand together.
-        pool: KV dtype, flat; tokens of a head fill its slots in any order (attention does not mind), without gaps.
+        k: [R, num_kv_heads, D], the new tokens' keys.
+        v: [R, num_kv_heads, D], their values.
+        score: float32 [R, num_kv_heads], theirs.
+        pool: KV dtype, flat; tokens of a head fill its slots in any order (attention does not mind), without gaps. Written.
         page_table: pages of the batch.
         prompt_tokens: prompt length of every request.
         num_tokens: tokens so far, the current one included; 0 for padded rows, whose output is zero.
+        sinks: [num_kv_heads * gqa_ratio], logits of the query heads of a model that has them.
         softmax_scale: factor on the scores; by default the model's.
         compute_dtype: what to compute in.
 
     Returns:
         [R, num_kv_heads * gqa_ratio, D], in the dtype of q.
     """
-    scale = plan.model.attention.softmax_scale if softmax_scale is None else softmax_scale
+    form = plan.model.attention
+    scale = form.softmax_scale if softmax_scale is None else softmax_scale
     views = page_views(pool, plan.layout)
     num_groups = len(plan.grouping.groups)
     out = torch.zeros(q.shape, dtype=compute_dtype)
     gqa_ratio = q.shape[1] // max(1, len(places))
     for request, (prompt, total) in enumerate(zip(prompt_tokens, num_tokens, strict=True)):
         for head, (group_id, column) in enumerate(places):
+            held = plan.group_tokens(group_id, prompt, total)
+            if held == 0:
+                continue
             tokens_per_page = plan.layout.tokens_per_page(plan.grouping.groups[group_id].num_members)
             pages = page_table.pages(request * num_groups + group_id)
-            where = slots_of(pages, column, tokens_per_page, plan.group_tokens(group_id, prompt, total))
+            page, slot = slots_of(pages, column, tokens_per_page, held)
+            last = page[-1], slot[-1]
+            views.keys[last], views.values[last] = k[request, head], v[request, head]
+            views.positions[last], views.scores[last] = total - 1, score[request, head]
             queries = slice(head * gqa_ratio, (head + 1) * gqa_ratio)
-            keys, values = views.keys[where].to(compute_dtype), views.values[where].to(compute_dtype)
-            out[request, queries] = attend(q[request, queries].to(compute_dtype), keys, values, scale)
+            out[request, queries] = attend(
+                q[request, queries].to(compute_dtype),
+                views.keys[page, slot].to(compute_dtype),
+                views.values[page, slot].to(compute_dtype),
+                scale,
+                form.logit_softcap,
+                None if sinks is None else sinks[queries].to(compute_dtype),
+            )
     return out.to(q.dtype)

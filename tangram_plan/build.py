@@ -70,11 +70,6 @@ def build_plan(
             return {product.stage.value: to_data(product.value)}
     plan = cast("Plan", products[Stage.PLAN])
     solved = cast("SolvedGrouping", products[Stage.GROUPS])
-    for feature in plan.model.attention.beyond_generated_kernels:
-        log(
-            f"warning: the model has {feature}, which the generated kernels do not compute yet; `verify` will fail",
-            quiet=False,
-        )
     report = build_report(
         config, cast("Profile", products[Stage.PROFILE]), cast("Fitness", products[Stage.FITNESS]), solved
     )

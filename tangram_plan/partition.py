@@ -65,15 +65,27 @@ def partition_work(
         for context in config.contexts:
             by_rank = [
                 estimate(
-                    [(held(heads, context), [static.splits[head] for head in heads]) for heads in rank],
-                    static.batch,
+                    [
+                        (held(heads, context) * static.batch, [static.splits[head] for head in heads] * static.batch)
+                        for heads in rank
+                    ],
                     token_bytes,
                     device,
                 )
                 for rank in layers
             ]
             choices.append(_choose(static.batch, context, by_rank))
-    return CtaPartition(device.name, device.num_ctas, device.tile_tokens, tuple(static_splits), tuple(choices))
+    return CtaPartition(
+        device=device.name,
+        num_ctas=device.num_ctas,
+        tile_tokens=device.tile_tokens,
+        segment_tiles=device.segment_tiles,
+        step_tokens=device.step_tokens,
+        num_warps=device.num_warps,
+        num_stages=device.num_stages,
+        static_splits=tuple(static_splits),
+        choices=tuple(choices),
+    )
 
 
 def _layers_by_rank(shape: ModelShape, tensor_parallel: int) -> list[list[tuple[KVHead, ...]]]:

@@ -47,6 +47,8 @@ def build_plan(
     rho: Sequence[int] = (65536, 20000, 3000, 0),
     group_sizes: Sequence[int] | None = None,
     tile_tokens: int = 32,
+    segment_tiles: int = 1,
+    step_tokens: int = 32,
     num_ctas: int = 12,
     splits: Sequence[int] = (3, 1, 2),
     batches: Sequence[int] = (1, 4),
@@ -95,6 +97,10 @@ def build_plan(
             device="hand",
             num_ctas=num_ctas,
             tile_tokens=tile_tokens,
+            segment_tiles=segment_tiles,
+            step_tokens=step_tokens,
+            num_warps=4,
+            num_stages=3,
             static_splits=tuple(
                 StaticSplits(batch, dealt if busiest * batch <= num_ctas else dict.fromkeys(kv_heads, 1))
                 for batch in batches

@@ -84,6 +84,10 @@ def hand_plan(tensor_parallel: int = 1) -> Plan:
             device="hand",
             num_ctas=8,
             tile_tokens=16,
+            segment_tiles=2,
+            step_tokens=32,
+            num_warps=4,
+            num_stages=3,
             static_splits=tuple(
                 StaticSplits(batch, dict(zip(RHO, splits, strict=True))) for batch, splits in batches.items()
             ),

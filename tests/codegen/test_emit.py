@@ -18,7 +18,9 @@ PLAN_HASH = "0123456789abcdef" * 4
 GOLDEN_PLAN = valid_plan(dtype=KVDtype.BFLOAT16, tensor_parallel=2, tile_tokens=128)
 
 
-@pytest.mark.parametrize("name", ["decode_tile_queue_d64_gqa3_bfloat16.py", "head_tables.py", "allocator.json"])
+@pytest.mark.parametrize(
+    "name", ["decode_attention_d64_gqa3_bfloat16.py", "plan_tile_queue.py", "head_tables.py", "allocator.json"]
+)
 def test_generated_file_is_as_reviewed(tmp_path: Path, name: str) -> None:
     """After a wanted change: TANGRAM_UPDATE_GOLDEN=1 pytest tests/codegen, and review the difference as code."""
     (path,) = (path for path in emit(GOLDEN_PLAN, PLAN_HASH, tmp_path) if path.name == name)

@@ -11,15 +11,9 @@ def decode_kernels(**shape: object) -> list[DecodeKernel]:
     return [spec for spec in specialize(valid_plan(**shape)) if isinstance(spec, DecodeKernel)]  # type: ignore[arg-type]
 
 
-def test_one_decode_and_merge_kernel_per_schedule_and_one_queue() -> None:
+def test_one_decode_kernel_and_a_plan_per_schedule() -> None:
     names = [spec.name for spec in specialize(valid_plan(gqa_ratio=3, dtype=KVDtype.BFLOAT16))]
-    assert names == [
-        "decode_static_splits_d64_gqa3_bfloat16",
-        "decode_tile_queue_d64_gqa3_bfloat16",
-        "merge_static_splits_d64_gqa3_bfloat16",
-        "merge_tile_queue_d64_gqa3_bfloat16",
-        "plan_tile_queue",
-    ]
+    assert names == ["decode_attention_d64_gqa3_bfloat16", "plan_static_splits", "plan_tile_queue"]
 
 
 def test_layers_that_share_a_planned_cache_have_kernels_and_others_have_none() -> None:
@@ -45,14 +39,22 @@ def test_head_dim_is_padded_to_a_power_of_two(head_dim: int, padded: int) -> Non
     assert {spec.padded_head_dim for spec in decode_kernels(head_dim=head_dim)} == {padded}
 
 
-@pytest.mark.parametrize(("tile_tokens", "step_tokens"), [(16, 16), (48, 32), (128, 128), (512, 256)])
-def test_a_step_is_a_power_of_two_and_at_most_a_tile(tile_tokens: int, step_tokens: int) -> None:
-    kernels = decode_kernels(tile_tokens=tile_tokens, dtype=KVDtype.BFLOAT16)
+@pytest.mark.parametrize(
+    ("shape", "step_tokens"),
+    [
+        ({"step_tokens": 16}, 16),
+        ({"step_tokens": 128}, 128),
+        ({"step_tokens": 512}, 256),
+        ({"step_tokens": 128, "gqa_ratio": 33}, 64),
+    ],
+)
+def test_a_step_is_what_was_measured_as_far_as_registers_hold_it(shape: dict[str, int], step_tokens: int) -> None:
+    kernels = decode_kernels(dtype=KVDtype.BFLOAT16, **shape)
     assert {spec.step_tokens for spec in kernels} == {step_tokens}
 
 
 def test_page_geometry_is_the_plans() -> None:
-    (spec, _) = decode_kernels(page_slots=112, dtype=KVDtype.FLOAT16)
+    (spec,) = decode_kernels(page_slots=112, dtype=KVDtype.FLOAT16)
     assert (spec.page_slots, spec.page_elements) == (112, 112 * (2 * 64 + 4))
     assert (spec.group_sizes, spec.tokens_per_page) == ((1, 2, 3), (32, 48, 112))
 

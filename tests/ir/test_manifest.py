@@ -63,7 +63,7 @@ def test_the_manifest_says_what_the_plan_is_bound_to(tmp_path: Path) -> None:
     manifest = json.loads((seal(tmp_path / "plan", replace(hand_plan(2), head_order=order)) / MANIFEST).read_text())
     files = manifest.pop("files")
     assert manifest == {
-        "schema_version": "tangram-plan/1",
+        "schema_version": "tangram-plan/2",
         "plan_hash": plan_hash(replace(hand_plan(2), head_order=order)),
         "model_type": "hand",
         "model_fingerprint": SHAPE.fingerprint,

@@ -23,25 +23,22 @@ def tables(tmp_path: Path) -> HeadTables:
 def test_splits_are_those_of_the_next_larger_batch_else_of_the_largest(
     tables: HeadTables, num_requests: int, splits: list[int]
 ) -> None:
-    split_head, split_indptr = tables.split_tables(0, 0, num_requests, "cpu")
-    assert split_indptr.diff().tolist() == splits
-    assert split_head.tolist() == [head for head, count in enumerate(splits) for _ in range(count)]
+    assert tables.splits_of(0, num_requests)[0] == tuple(splits)
 
 
-@pytest.mark.parametrize("num_requests", [0, 1, 5])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_queues_of_the_layers_fill_the_buffer_one_after_the_other(
-    tables: HeadTables, rank: int, num_requests: int
-) -> None:
-    ranges = [tables.queue_range(rank, layer, num_requests) for layer in PLAN.model.planned_layers]
-    assert ranges[0][0] == 0
-    assert [start for start, _ in ranges[1:]] == [end for _, end in ranges[:-1]]
-    assert [end - start for start, end in ranges] == [2 * num_requests + 1] * 3
-    assert tables.queue_size(rank, num_requests) == ranges[-1][1]
+def test_split_tables_hold_every_layers_splits(tables: HeadTables, rank: int) -> None:
+    split_head, split_indptr = tables.split_tables(rank, 1, "cpu")
+    by_layer = tables.splits_of(rank, 1).values()
+    assert split_indptr.diff().tolist() == [count for splits in by_layer for count in splits]
+    assert split_head.tolist() == [
+        head for splits in by_layer for head, count in enumerate(splits) for _ in range(count)
+    ]
 
 
-def test_queue_tables_hold_every_layers_groups(tables: HeadTables) -> None:
-    head_indptr, group_id = tables.queue_tables(1, "cpu")
+def test_step_tables_hold_every_layers_places(tables: HeadTables) -> None:
+    head_indptr, group_id, column = tables.step_tables(1, "cpu")
     for index, layer in enumerate(PLAN.model.planned_layers):
-        start, end = head_indptr[index : index + 2].tolist()
-        assert group_id[start:end].tolist() == tables.layer_tables(1, layer, "cpu").group_id.tolist()
+        heads = slice(*head_indptr[index : index + 2].tolist())
+        found = (group_id[heads].tolist(), column[heads].tolist())
+        assert found == tuple(part.tolist() for part in tables.layer_tables(1, layer, "cpu"))

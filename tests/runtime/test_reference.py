@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 pytest.importorskip("torch", reason="the reference is plain torch")
@@ -5,7 +7,8 @@ pytest.importorskip("torch", reason="the reference is plain torch")
 import torch
 
 from tangram_plan.ir import KVDtype, PageLayout
-from tangram_plan.runtime.kernel_problem import make_problem, max_error
+from tangram_plan.runtime.decode_problem import make_problem
+from tangram_plan.runtime.kernel_problem import max_error
 from tangram_plan.runtime.reference import (
     attend,
     decode_attention,
@@ -61,7 +64,7 @@ def test_slots_are_those_of_the_page_layout() -> None:
 def test_attention_of_a_paged_head_is_attention_of_its_tokens() -> None:
     plan = valid_plan(gqa_ratio=2)
     problem = make_problem(plan, [(40, 45), (9, 0)])
-    views = page_views(problem.pool, plan.layout)
+    views = page_views(problem.expected_pool, plan.layout)
     for head, (group_id, column) in enumerate(problem.places):
         pages = problem.page_table.pages(group_id)
         tokens_per_page = plan.layout.tokens_per_page(plan.grouping.groups[group_id].num_members)
@@ -86,6 +89,9 @@ def test_one_head_gone_wrong_changes_only_that_head() -> None:
         plan,
         problem.places,
         problem.q.double(),
+        problem.k,
+        problem.v,
+        problem.score,
         problem.pool,
         problem.page_table,
         [60],
@@ -99,3 +105,30 @@ def test_one_head_gone_wrong_changes_only_that_head() -> None:
 def test_no_token_gives_zeros() -> None:
     nothing = torch.zeros(0, 8)
     assert bool((attend(torch.ones(3, 8), nothing, nothing, 1.0) == 0).all())
+
+
+def test_the_new_token_is_written_to_the_last_slot_of_every_head() -> None:
+    plan = valid_plan(gqa_ratio=2)
+    problem = make_problem(plan, [(40, 45), (9, 0)])
+    before, after = (page_views(pool, plan.layout) for pool in (problem.pool, problem.expected_pool))
+    for head, (group_id, column) in enumerate(problem.places):
+        tokens_per_page = plan.layout.tokens_per_page(plan.grouping.groups[group_id].num_members)
+        held = plan.group_tokens(group_id, 40, 45)
+        pages, slots = slots_of(problem.page_table.pages(group_id), column, tokens_per_page, held)
+        last = pages[-1], slots[-1]
+        assert torch.equal(after.keys[last], problem.k[0, head])
+        assert torch.equal(after.values[last], problem.v[0, head])
+        assert (int(after.positions[last]), float(after.scores[last])) == (44, float(problem.score[0, head]))
+        assert torch.equal(after.keys[pages[:-1], slots[:-1]], before.keys[pages[:-1], slots[:-1]])
+    changed = (problem.pool.view(torch.int32) != problem.expected_pool.view(torch.int32)).sum()
+    assert changed == len(problem.places) * (2 * plan.layout.head_dim + 2)
+
+
+def test_soft_cap_and_sinks_worked_by_hand() -> None:
+    """Logits 2 ln 2 and 0; a sink of logit 0 takes a share; a cap of ln 2 makes them ln 2 * tanh(2) and 0."""
+    q, keys = torch.tensor([[2.0]]), torch.tensor([[math.log(2)], [0.0]])
+    values = torch.tensor([[1.0], [0.0]])
+    assert attend(q, keys, values, 1.0).item() == pytest.approx(4 / 5)
+    assert attend(q, keys, values, 1.0, sinks=torch.zeros(1)).item() == pytest.approx(4 / 6)
+    odds = 2 ** math.tanh(2)
+    assert attend(q, keys, values, 1.0, logit_softcap=math.log(2)).item() == pytest.approx(odds / (odds + 1))

@@ -28,7 +28,7 @@ lengths = st.lists(st.integers(0, 3000), min_size=1, max_size=6)
 def test_static_makespan_worked_by_hand(
     tokens: list[int], splits: list[int], batch: int, num_ctas: int, makespan: int
 ) -> None:
-    assert static_makespan(tokens, splits, batch, num_ctas) == makespan
+    assert static_makespan(tokens * batch, splits * batch, num_ctas) == makespan
 
 
 @pytest.mark.parametrize(
@@ -45,20 +45,25 @@ def test_static_makespan_worked_by_hand(
     ],
 )
 def test_queue_makespan_worked_by_hand(tokens: list[int], batch: int, makespan: int) -> None:
-    assert queue_makespan(tokens, batch, make_device()) == makespan
+    assert queue_makespan(tokens * batch, make_device()) == makespan
+
+
+def test_beginning_a_pair_costs_tiles() -> None:
+    # 3 + 7 and 3 + 3 tiles over 4 CTAs: four of 16
+    assert queue_makespan([100, 40], make_device(segment_tiles=3)) == 64
 
 
 def test_estimate_of_one_layer_worked_by_hand() -> None:
     # 140 tokens of 1000 bytes: 70 us for the device; the busiest CTA reads 50 (static) or 48 (queue) tokens.
-    estimates = estimate([([100, 40], [2, 1])], 1, 1000, make_device())
+    estimates = estimate([([100, 40], [2, 1])], 1000, make_device())
     assert estimates[STATIC].predicted_us == 10 + 70
     assert estimates[QUEUE].predicted_us == 12 + 70
     assert estimates[STATIC].makespan_over_ideal == round(50 / (140 / 4), 4)
-    assert estimates[QUEUE].makespan_over_ideal == round(48 / (140 / 4), 4)
+    assert estimates[QUEUE].makespan_over_ideal == round(48 / (10 * 16 / 4), 4)
 
 
 def test_busiest_cta_decides_when_it_takes_longer_than_all_bytes() -> None:
-    estimates = estimate([([100, 40], [1, 1])], 1, 1000, make_device())
+    estimates = estimate([([100, 40], [1, 1])], 1000, make_device())
     assert estimates[STATIC].predicted_us == 10 + 100
     assert estimates[QUEUE].predicted_us == 12 + 70
 
@@ -66,11 +71,11 @@ def test_busiest_cta_decides_when_it_takes_longer_than_all_bytes() -> None:
 def test_layers_add_up_and_the_worst_balance_is_told() -> None:
     layers = [([100, 40], [1, 1]), ([32, 32], [2, 2])]
     # Second layer: 64 tokens, 32 us; static 4 * 16 tokens, queue 4 tiles, both in perfect balance.
-    estimates = estimate(layers, 1, 1000, make_device())
+    estimates = estimate(layers, 1000, make_device())
     assert estimates[STATIC].predicted_us == (10 + 100) + (10 + 32)
     assert estimates[QUEUE].predicted_us == (12 + 70) + (12 + 32)
     assert estimates[STATIC].makespan_over_ideal == round(100 / 35, 4)
-    assert estimate(layers[1:], 1, 1000, make_device())[STATIC].makespan_over_ideal == 1
+    assert estimate(layers[1:], 1000, make_device())[STATIC].makespan_over_ideal == 1
 
 
 @settings(deadline=None, max_examples=150, derandomize=True, database=None)
@@ -78,8 +83,8 @@ def test_layers_add_up_and_the_worst_balance_is_told() -> None:
 def test_makespans_lie_between_an_equal_share_and_everything(tokens: list[int], data: st.DataObject) -> None:
     splits = [data.draw(st.integers(1, 5)) for _ in tokens]
     batch, device = data.draw(st.integers(1, 5)), make_device()
-    static = static_makespan(tokens, splits, batch, device.num_ctas)
-    queue = queue_makespan(tokens, batch, device)
+    static = static_makespan(tokens * batch, splits * batch, device.num_ctas)
+    queue = queue_makespan(tokens * batch, device)
     total = batch * sum(tokens)
     assert static * device.num_ctas >= total
     assert queue * device.num_ctas >= total
@@ -95,7 +100,9 @@ def test_makespans_grow_with_lengths_and_batch(tokens: list[int], data: st.DataO
     splits = [data.draw(st.integers(1, 5)) for _ in tokens]
     longer = [length + data.draw(st.integers(0, 100)) for length in tokens]
     batch, device = data.draw(st.integers(1, 5)), make_device()
-    assert static_makespan(tokens, splits, batch, 4) <= static_makespan(longer, splits, batch, 4)
-    assert static_makespan(tokens, splits, batch, 4) <= static_makespan(tokens, splits, batch + 1, 4)
-    assert queue_makespan(tokens, batch, device) <= queue_makespan(longer, batch, device)
-    assert queue_makespan(tokens, batch, device) <= queue_makespan(tokens, batch + 1, device)
+    assert static_makespan(tokens * batch, splits * batch, 4) <= static_makespan(longer * batch, splits * batch, 4)
+    assert static_makespan(tokens * batch, splits * batch, 4) <= static_makespan(
+        tokens * (batch + 1), splits * (batch + 1), 4
+    )
+    assert queue_makespan(tokens * batch, device) <= queue_makespan(longer * batch, device)
+    assert queue_makespan(tokens * batch, device) <= queue_makespan(tokens * (batch + 1), device)

@@ -20,7 +20,7 @@ def refusal(name: str, relative_to: Path) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("name", "num_ctas"), [("h200", 264), ("a100-80gb", 216)])
+@pytest.mark.parametrize(("name", "num_ctas"), [("h200", 396), ("a100-80gb", 324)])
 def test_shipped_device_is_found_by_its_name_from_anywhere(name: str, num_ctas: int, tmp_path: Path) -> None:
     device = load_device(name, relative_to=tmp_path)
     assert device.name == name

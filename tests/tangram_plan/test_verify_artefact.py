@@ -36,16 +36,9 @@ def test_changed_file_is_a_failed_check(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "missing"),
-    [
-        (AttentionForm(0.125, logit_softcap=50.0), "a logit soft cap"),
-        (AttentionForm(0.125, has_sinks=True), "attention sinks"),
-    ],
-)
-def test_form_that_kernels_do_not_compute_fails(form: AttentionForm, missing: str, tmp_path: Path) -> None:
+def test_every_form_of_attention_is_verified(tmp_path: Path) -> None:
     plan = hand_plan()
+    form = AttentionForm(0.125, logit_softcap=5.0, has_sinks=True)
     result = verify_artefact(written(replace(plan, model=replace(plan.model, attention=form)), tmp_path))
-    assert not result["ok"]
-    assert all(kernel["ok"] for kernel in result["kernels"])
-    assert result["checks"][-1]["detail"] == f"the model has {missing}, which the generated kernels do not compute yet"
+    assert result["ok"], result
+    assert [check["name"] for check in result["checks"]] == ["artefact"]
