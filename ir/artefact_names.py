@@ -15,7 +15,6 @@ class EvictionRole(StrEnum):
 
     SCORE_KEY_ANCHOR = "score_key_anchor"
     HISTOGRAM = "evict_histogram"
-    COUNT = "evict_count"
     PLACE = "evict_place"
     COPY = "evict_copy"
 

@@ -46,6 +46,11 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as grouping.max_groups=16; repeatable."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+FiguresFile = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the figures as JSON, too.")
+]
+PromptTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of the prompt.")]
+ChunkTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a chunk.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No logs and no progress on stderr.")]
 
 
@@ -301,9 +306,7 @@ def bench_planner(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder with SCORER/MODEL/profile*.npz arrays of retained fractions.")
     ],
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the figures as JSON, too.")
-    ] = None,
+    output: FiguresFile = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -319,18 +322,71 @@ def bench_planner(
 @bench_app.command("decode")
 def bench_decode(
     artefact: Artefact,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the figures as JSON, too.")
-    ] = None,
+    output: FiguresFile = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Plot shares of the bandwidth.")] = None,
+    with_peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Time FlashInfer, FA3 and torch, too.")] = True,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time the generated decode kernels on a GPU, beside what the cost model predicted."""
+    """Time the generated decode kernels on a GPU, beside peers and what the cost model predicted."""
     from .bench.decode import bench_decode as measure
-    from .bench.decode import decode_tables
+    from .bench.decode import decode_tables, plot_decode
 
-    figures = measure(artefact, quiet=quiet)
+    figures = measure(artefact, with_peers=with_peers, quiet=quiet)
     _print_figures(figures, decode_tables(figures), output, as_json=as_json)
+    if plot is not None:
+        plot_decode(figures, plot)
+
+
+@bench_app.command("prefill")
+def bench_prefill(
+    artefact: Artefact,
+    output: FiguresFile = None,
+    prompt_tokens: PromptTokens = 102400,
+    chunk_tokens: ChunkTokens = 8192,
+    all_layers: Annotated[bool, typer.Option("--all-layers", help="Every layer, not three of them.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time attention of a prompt's chunks over their compressed past on a GPU, beside the full past."""
+    from .bench.prefill import bench_prefill as measure
+    from .bench.prefill import prefill_tables
+
+    figures = measure(
+        artefact, prompt_tokens=prompt_tokens, chunk_tokens=chunk_tokens, all_layers=all_layers, quiet=quiet
+    )
+    _print_figures(figures, prefill_tables(figures), output, as_json=as_json)
+
+
+@bench_app.command("evict")
+def bench_evict(
+    artefact: Artefact,
+    output: FiguresFile = None,
+    prompt_tokens: PromptTokens = 102400,
+    chunk_tokens: ChunkTokens = 8192,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time scoring, selection and eviction after a prompt's chunks on a GPU."""
+    from .bench.evict import bench_evict as measure
+    from .bench.evict import evict_tables
+
+    figures = measure(artefact, prompt_tokens=prompt_tokens, chunk_tokens=chunk_tokens, quiet=quiet)
+    _print_figures(figures, evict_tables(figures), output, as_json=as_json)
+
+
+@bench_app.command("tune")
+def bench_tune(
+    artefact: Artefact,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where the description goes.")],
+    quiet: Quiet = False,
+) -> None:
+    """Find the best tiles, steps, warps and CTAs for the GPU at hand, and write its device description."""
+    from .bench.tune import bench_tune as measure
+    from .bench.tune import tune_table
+
+    figures = measure(artefact, output, quiet=quiet)
+    print_tables(tune_table(figures))
 
 
 def _count_interrupts() -> list[int]:

@@ -1,7 +1,8 @@
 """`bench decode`: the generated decode kernels on a GPU, layer by layer, and what the cost model said of them.
 
 One CUDA graph holds the whole attention of a decode step, as an engine runs it, and one more each layer, repeated on other
-pages. Nothing is timed before its outputs, poisoned with NaN, agree with the reference.
+pages. Nothing is timed before its outputs, poisoned with NaN, agree with the reference. Peers read the same keys and values of
+the layer whose KV heads differ most, and of the one in the middle.
 """
 
 import statistics
@@ -9,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 
 from tangram_plan.cost_model import estimate
 from tangram_plan.device import Device, load_device
@@ -17,6 +18,8 @@ from tangram_plan.ir import Plan, Schedule, load_artefact
 from tangram_plan.terminal import log, new_table
 
 from .decode_case import REGIMES, DecodeCase, DecodeInputs, LayerInputs, Regime
+from .peers import bench_peers, layer_batch
+from .plots import plot_shares
 from .timing import read_bandwidth, require_gpu, time_graph
 
 if TYPE_CHECKING:
@@ -27,13 +30,14 @@ LAYER_REPEATS = 8  # launches of a layer in its graph
 LAUNCH_FLOOR = Regime("32 x 1", (1,) * 32)  # next to no bytes: what launches and latencies alone take
 
 
-def bench_decode(artefact: Path, *, quiet: bool) -> dict[str, Any]:
+def bench_decode(artefact: Path, *, with_peers: bool = True, quiet: bool) -> dict[str, Any]:
     """Time every regime by every schedule, rank 0.
 
     Returns:
         `gpu`, `read_bandwidth_gb_s`, `launch_floor_us` (a layer, one token per request), and `cases` = list of {regime,
         requests, schedule, step_us, overlapped_us, planning_us, predicted_us, bytes, share, overlapped_share, layers}, where
-        `layers` = list of {layer, us, bytes, share}. Times are medians of replays; `step_us` is all layers and their planning,
+        `layers` = list of {layer, us, bytes, share}, and `peers` = list of {regime, layer, name, us, speedup, plan_us,
+        planned_speedup, note} for those that ran, {regime, layer, name, note} for the others. Times are medians of replays; `step_us` is all layers and their planning,
         `overlapped_us` the same where a layer starts while the one before it ends. Shares are of the bandwidth of a plain read.
 
     Raises:
@@ -46,7 +50,8 @@ def bench_decode(artefact: Path, *, quiet: bool) -> dict[str, Any]:
     kernels = GeneratedKernels(artefact, plan, "cuda")
     device = load_device(plan.partition.device)
     bandwidth = read_bandwidth()
-    cases = []
+    cases: list[dict[str, Any]] = []
+    peers: list[dict[str, Any]] = []
     for regime in REGIMES:
         pool_bytes = sum(plan.num_pages(length, length) for length in regime.prompt_tokens) * plan.layout.page_bytes
         if pool_bytes > MEMORY_SHARE * torch.cuda.mem_get_info()[0]:
@@ -61,6 +66,8 @@ def bench_decode(artefact: Path, *, quiet: bool) -> dict[str, Any]:
                 quiet=quiet,
             )
             cases.append(found)
+        if with_peers:
+            peers += time_peers(inputs, cases)
         del inputs
         torch.cuda.empty_cache()
     floor = DecodeCase(kernels, DecodeInputs(plan, LAUNCH_FLOOR, "cuda"), Schedule.TILE_QUEUE)
@@ -71,6 +78,7 @@ def bench_decode(artefact: Path, *, quiet: bool) -> dict[str, Any]:
         "plan": str(artefact),
         "launch_floor_us": _layer_us(floor, floor.inputs.layers[0]),
         "cases": cases,
+        "peers": peers,
     }
 
 
@@ -104,8 +112,45 @@ def time_case(
     }
 
 
+def time_peers(inputs: DecodeInputs, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The `peers` of one regime, beside the fastest schedule of `cases`; the inputs must have been through `DecodeCase.check`."""
+    by_skew = sorted(inputs.layers, key=lambda layer: _skew(inputs, layer.layer))
+    found = []
+    for layer in (by_skew[len(by_skew) // 2], by_skew[-1]):
+        own_us = min(
+            timed["us"]
+            for case in cases
+            for timed in case["layers"]
+            if case["regime"] == inputs.regime.name and timed["layer"] == layer.layer
+        )
+        table, prompt_tokens = inputs.page_tables[0], inputs.regime.prompt_tokens
+        batch = layer_batch(inputs.plan, layer.layer, 0, layer.q, inputs.pool, table, prompt_tokens)
+        for peer in bench_peers(batch):
+            row = {"regime": inputs.regime.name, "layer": layer.layer, **peer}
+            if "us" in peer:
+                row["speedup"] = peer["us"] / own_us
+                row["planned_speedup"] = (peer["us"] + (peer["plan_us"] or 0)) / own_us
+            found.append(row)
+    return found
+
+
+def _skew(inputs: DecodeInputs, layer: int) -> float:
+    """Tokens of the KV head that holds most, over the mean."""
+    from tangram_plan.runtime.reference import local_heads
+
+    plan, longest = inputs.plan, max(inputs.regime.prompt_tokens)
+    held = [plan.group_tokens(place.group_id, longest, longest) for place in local_heads(plan, 0, layer)]
+    return max(held) * len(held) / sum(held)
+
+
 def predicted_us(plan: Plan, regime: Regime, schedule: Schedule, device: Device) -> float:
     """What the cost model says of a step of rank 0."""
+    token_bytes = 2 * plan.layout.head_dim * plan.layout.dtype.itemsize
+    return estimate(layer_work(plan, regime), token_bytes, device)[schedule].predicted_us
+
+
+def layer_work(plan: Plan, regime: Regime) -> list[tuple[list[int], list[int]]]:
+    """Per layer of rank 0, tokens and static splits of each (request, KV head) pair."""
     batches = [static.batch for static in plan.partition.static_splits]
     number = next((i for i, batch in enumerate(batches) if batch >= len(regime.prompt_tokens)), len(batches) - 1)
     splits = plan.partition.static_splits[number].splits
@@ -115,8 +160,7 @@ def predicted_us(plan: Plan, regime: Regime, schedule: Schedule, device: Device)
         heads = plan.model.local_kv_heads(layer, 0, plan.tensor_parallel)
         tokens = [plan.group_tokens(group_of[head], n, n) for n in regime.prompt_tokens for head in heads]
         layers.append((tokens, [splits[head] for head in heads] * len(regime.prompt_tokens)))
-    token_bytes = 2 * plan.layout.head_dim * plan.layout.dtype.itemsize
-    return estimate(layers, token_bytes, device)[schedule].predicted_us
+    return layers
 
 
 def decode_tables(result: dict[str, Any]) -> RenderableType:
@@ -150,7 +194,39 @@ def decode_tables(result: dict[str, Any]) -> RenderableType:
             f"{statistics.mean(shares):.1%}",
             f"{min(shares):.1%}",
         )
+    return Group(table, peer_table(result["peers"])) if result["peers"] else table
+
+
+def peer_table(peers: list[dict[str, Any]]) -> RenderableType:
+    """How much longer the peers take, for a person."""
+    title = "Peers on the same keys and values, one layer (the middle and the most skewed), over the generated kernel"
+    table = new_table(title, "requests", "layer", "peer", "us", "takes", "plan() us", "takes with plan()", "note")
+    for peer in peers:
+        times = (
+            (
+                f"{peer['us']:.0f}",
+                f"{peer['speedup']:.2f}x",
+                f"{peer['plan_us']:.0f}" if peer["plan_us"] else "",
+                f"{peer['planned_speedup']:.2f}x",
+            )
+            if "us" in peer
+            else ("", "", "", "")
+        )
+        table.add_row(peer["regime"], str(peer["layer"]), peer["name"], *times, peer["note"])
     return table
+
+
+def plot_decode(result: dict[str, Any], path: Path) -> None:
+    """Shares of the read bandwidth by regime, peers on the layers that they were timed on."""
+    regimes: dict[str, dict[int, dict[str, Any]]] = {}
+    for case in result["cases"]:
+        for timed in case["layers"]:
+            layer = regimes.setdefault(case["regime"], {}).setdefault(timed["layer"], {"peers": {}})
+            layer |= {"bytes": timed["bytes"], f"{case['schedule']}_us": timed["us"]}
+    for peer in result["peers"]:
+        regimes[peer["regime"]][peer["layer"]]["peers"][peer["name"]] = peer.get("us")
+    plotted = [{"name": name, "layers": list(layers.values())} for name, layers in regimes.items()]
+    plot_shares({"read_bandwidth_gb_s": result["read_bandwidth_gb_s"], "regimes": plotted}, path)
 
 
 def _layer_us(case: DecodeCase, layer: LayerInputs) -> float:

@@ -55,9 +55,12 @@ def bench_prefill(
 
     plan = load_artefact(artefact)
     kernels = GeneratedKernels(artefact, plan, "cuda")
-    layers, library = [], ""
+    layers: list[dict[str, Any]] = []
+    library = ""
     for layer in plan.model.planned_layers if all_layers else sampled_layers(plan, prompt_tokens):
         case = PrefillCase(kernels, layer, prompt_tokens, chunk_tokens)
+        if not layers:
+            log(f"attention by {case.library_name}{case.missing_library()}", quiet=quiet)
         case.check()
         found = time_layer(case)
         library = case.library_name
@@ -160,7 +163,10 @@ class PrefillCase:
         return sum(held) / (len(held) * self.prompt_tokens)
 
     def run(self, path: str, start: int) -> None:
-        """Launch the attention of one chunk by one of the compressed paths."""
+        """Launch the attention of one chunk by one of `PATHS`."""
+        if path == "full":
+            self._run_full(start)
+            return
         step = self.steps[start]
         rows = slice(step.chunk_starts[-1])
         self.prefill[path].attend(
@@ -179,14 +185,24 @@ class PrefillCase:
         """Launch the copy alone that the gather path makes of one chunk and its past."""
         self.prefill["gather"].past.gather(self.layer, 0, self.k, self.v, self.pool, self.page_table, self.steps[start])
 
-    def run_full(self, start: int) -> None:
+    def missing_library(self) -> str:
+        """Why it is not FlashAttention 3, to go on after its name; nothing if it is."""
+        from tangram_plan.runtime.library_attention import FlashAttention3
+
+        try:
+            FlashAttention3(self.plan.layout, self.plan.model.attention, self.device)
+        except Exception as error:  # whatever is raised is the reason
+            return f": no FlashAttention 3, {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return ""
+
+    def _run_full(self, start: int) -> None:
         """Launch the attention of one chunk over the full past, by the library of the gather path."""
         tokens, end = self._end(start) - start, self._end(start)
         if self.library_name == "TorchAttention":
             self._run_full_by_torch(tokens, end)
             return
         form = self.plan.model.attention
-        importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func(
+        importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface").flash_attn_varlen_func(
             self.q[:tokens],
             self.full_k,
             self.full_v,
@@ -219,20 +235,20 @@ class PrefillCase:
         return 4 * pairs * self.plan.layout.head_dim * (self.q.shape[1] // len(self.places)) / 1e12
 
     def check(self) -> None:
-        """Compare rows of the first and of the last chunk by every compressed path with the reference.
+        """Compare rows of the first and of the last chunk by every path with the reference.
 
         Raises:
             TangramError: a row differs by more than rounding.
         """
         from tangram_plan.runtime.kernel_problem import max_error
 
-        for path in self.prefill:
-            for start in {self.starts[0], self.starts[-1]}:
+        for path in PATHS:
+            for start in sorted({self.starts[0], self.starts[-1]}):
                 self.out.fill_(float("nan"))
                 self.run(path, start)
                 tokens = self._end(start) - start
                 for token in sorted({0, tokens // 2, tokens - 1}):
-                    error = max_error(self.out[token].float(), self._expected(start, token))
+                    error = max_error(self.out[token].float(), self._expected(path, start, token))
                     if not error <= TOLERANCE:
                         raise TangramError(
                             f"{path} is wrong",
@@ -241,31 +257,52 @@ class PrefillCase:
                             expected=f"at most {TOLERANCE}",
                         )
 
-    def _expected(self, start: int, token: int) -> "torch.Tensor":
+    def _expected(self, path: str, start: int, token: int) -> "torch.Tensor":
         """Output of one token by the reference: float32 [num_q_heads, D]."""
         import torch
 
-        from tangram_plan.runtime.reference import attend, page_views, slots_of
+        from tangram_plan.runtime.reference import attend
 
-        form, layout = self.plan.model.attention, self.plan.layout
-        views, gqa_ratio = page_views(self.pool, layout), self.q.shape[1] // len(self.places)
+        form, gqa_ratio = self.plan.model.attention, self.q.shape[1] // len(self.places)
         rows = []
-        for head, (group_id, column) in enumerate(self.places):
-            held = self.steps[start].held_tokens[0][group_id]
-            tokens_per_page = layout.tokens_per_page(self.plan.grouping.groups[group_id].num_members)
-            page, slot = slots_of(self.page_table.pages(group_id).cpu(), column, tokens_per_page, held)
-            where = page.to(self.device), slot.to(self.device)
+        for head in range(len(self.places)):
+            seen = self._seen_of_full if path == "full" else self._seen_of_kept
+            keys, values = seen(start, token, head)
             queries = slice(head * gqa_ratio, (head + 1) * gqa_ratio)
             found = attend(
                 self.q[token, queries].float(),
-                torch.cat([views.keys[where], self.k[: token + 1, head]]).float(),
-                torch.cat([views.values[where], self.v[: token + 1, head]]).float(),
+                keys.float(),
+                values.float(),
                 form.softmax_scale,
                 form.logit_softcap,
                 None if self.sinks is None else self.sinks[queries],
             )
             rows.append(found)
         return torch.cat(rows)
+
+    def _seen_of_kept(self, start: int, token: int, head: int) -> tuple["torch.Tensor", "torch.Tensor"]:
+        """Keys and values that a token sees of its KV head's kept past and of its chunk, each [num_tokens, D]."""
+        import torch
+
+        from tangram_plan.runtime.reference import page_views, slots_of
+
+        layout, (group_id, column) = self.plan.layout, self.places[head]
+        views, held = page_views(self.pool, layout), self.steps[start].held_tokens[0][group_id]
+        tokens_per_page = layout.tokens_per_page(self.plan.grouping.groups[group_id].num_members)
+        page, slot = slots_of(self.page_table.pages(group_id).cpu(), column, tokens_per_page, held)
+        where, chunk = (page.to(self.device), slot.to(self.device)), (slice(token + 1), head)
+        return torch.cat([views.keys[where], self.k[chunk]]), torch.cat([views.values[where], self.v[chunk]])
+
+    def _seen_of_full(self, start: int, token: int, head: int) -> tuple["torch.Tensor", "torch.Tensor"]:
+        """Keys and values that a token sees of the full past and its chunk, each [num_tokens, D]."""
+        seen, end = start + token + 1, self._end(start)
+        if self.library_name == "TorchAttention":
+            first = head * end
+            keys, values = (part.view(-1, part.shape[-1])[first : first + seen] for part in (self.full_k, self.full_v))
+        else:
+            pages = self.block_table[0].long()
+            keys, values = (part[:, :, head][pages].flatten(0, 1)[:seen] for part in (self.full_k, self.full_v))
+        return keys, values
 
     def _step(self, start: int) -> "PrefillStep":
         from tangram_plan.runtime.prefill import make_prefill_step
@@ -286,8 +323,8 @@ def time_layer(case: PrefillCase) -> dict[str, Any]:
 
     chunks = []
     for start in case.starts:
-        found: dict[str, float] = {"start": start, "full_ms": milliseconds(partial(case.run_full, start))}
-        for path in case.prefill:
+        found: dict[str, float] = {"start": start}
+        for path in PATHS:
             found[f"{path}_ms"] = milliseconds(partial(case.run, path, start))
         has_past = any(case.steps[start].held_tokens[0])
         found["copy_ms"] = milliseconds(partial(case.copy, start)) if has_past else 0.0

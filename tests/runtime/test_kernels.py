@@ -242,7 +242,7 @@ def test_planned_splits_are_checked_as_planned_up_to_a_limit() -> None:
 
 def test_the_check_accepts_kernels_as_generated(interpreter: ProcessPoolExecutor) -> None:
     found = interpreter.submit(runs.run_mutated, CHECKED_PLAN, "", "Generated", "Generated").result()
-    assert len(found) == 3
+    assert len(found) == 9
     for finding in found.values():
         assert finding.keys() == {"max_error"}
         assert float(str(finding["max_error"])) < runs.TOLERANCES[KVDtype.FLOAT32]
