@@ -23,7 +23,7 @@ from .kernel_spec import (
 BLOCK_CANDIDATES = 1024  # of one program of the selection, and of one list of what moves
 COUNTED_LISTS = 64  # whose counts are summed at once
 COPY_BYTES = 8192  # of keys, and of values, that one program of the copy moves
-COPY_MOVES = 64  # at most, of one program of the copy
+COPY_MOVES = 32  # at most, of one program of the copy: each is compared with all counts of lists, in registers
 SCORE_BYTES = 16384  # of keys that one program of the scorer reads
 SCORE_TOKENS = 128  # at most, of one program of the scorer
 
