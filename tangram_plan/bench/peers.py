@@ -415,12 +415,12 @@ def sdpa_peer(name: str, batch: LayerBatch) -> Peer:
     """`scaled_dot_product_attention` of torch, one call per KV head, padded to the longest request.
 
     Raises:
-        NotImplementedError: the model caps its logits.
+        TangramError: the model caps its logits.
     """
     import torch
 
     if batch.form.logit_softcap is not None:
-        raise NotImplementedError("torch cannot cap logits")
+        raise TangramError("torch cannot cap logits")
     num_requests, head_dim = len(batch.q), batch.q.shape[-1]
     longest = batch.held_tokens.amax(0).tolist()
     heads, masks = [], []
