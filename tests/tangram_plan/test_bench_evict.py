@@ -14,8 +14,8 @@ from rich.console import Console
 
 from tangram_plan.bench.evict import EvictionCase, bench_evict, case_bytes, evict_tables, timed_chunks
 from tangram_plan.ir import KVDtype, Plan, TangramError
-from tests.plans import valid_plan
 from tests.eviction_runs import load
+from tests.plans import valid_plan
 
 PLAN = valid_plan(num_layers=2, num_kv_heads=2, head_dim=16, dtype=KVDtype.BFLOAT16)
 
