@@ -1,7 +1,6 @@
 """Device descriptions: the constants of the cost model, one JSON file per GPU.
 
-Another GPU takes five measurements: the bandwidth of a plain read of 2 GiB; the decode kernel's bandwidth with one CTA
-an SM, over the number of SMs; and, for each schedule, what one layer takes beyond its bytes when contexts are long.
+`tangram-plan bench tune` measures another GPU and writes its description.
 """
 
 from importlib import resources
