@@ -11,6 +11,7 @@ from .artefact_names import (
     plan_kernel_name,
     prefill_kernel_name,
 )
+from .boundaries import next_boundary
 from .budget_table import BudgetTable
 from .cta_partition import CtaPartition, Schedule, ScheduleChoice, ScheduleEstimate, StaticSplits
 from .errors import CheckFailedError, MismatchError, TangramError, VerifyError
@@ -21,6 +22,7 @@ from .memory_use import REPORT_CONTEXTS, MemoryUse, memory_use
 from .model_shape import AttentionForm, KVHead, LayerKind, LayerShape, ModelShape
 from .page_law import PAGE_TOKEN_ALIGNMENT, RHO_ONE, RetentionLaw, pages, tokens_per_page
 from .page_layout import KVDtype, PageLayout
+from .page_row import Reservation, group_pages_in_row, most_pages, reserve
 from .paths import user_path
 from .plan import KEEP_EVERYTHING, Plan, Provenance
 from .text import parse_plan, plan_hash, print_json, print_plan
@@ -66,6 +68,7 @@ __all__ = [
     "PageLayout",
     "Plan",
     "Provenance",
+    "Reservation",
     "RetentionLaw",
     "Schedule",
     "ScheduleChoice",
@@ -78,8 +81,11 @@ __all__ = [
     "decode_kernel_name",
     "eviction_kernel_name",
     "gather_kernel_name",
+    "group_pages_in_row",
     "load_artefact",
     "memory_use",
+    "most_pages",
+    "next_boundary",
     "pages",
     "parse_plan",
     "plan_hash",
@@ -87,6 +93,7 @@ __all__ = [
     "prefill_kernel_name",
     "print_json",
     "print_plan",
+    "reserve",
     "seal_artefact",
     "tokens_per_page",
     "user_path",

@@ -13,6 +13,8 @@ from tangram_plan.ir import Plan
 
 from .reference import HeadPlace, PageTable, attend, page_views, slots_of
 
+BLOCK_TOKENS = 512  # of a chunk that are computed together: bounds the size of the logits
+
 
 def prefill_attention(
     plan: Plan,
@@ -58,14 +60,19 @@ def prefill_attention(
             keys = torch.cat([views.keys[where], k[start:end, head]]).to(compute_dtype)
             values = torch.cat([views.values[where], v[start:end, head]]).to(compute_dtype)
             queries = slice(head * gqa_ratio, (head + 1) * gqa_ratio)
-            for token in range(start, end):
-                seen = past + token - start + 1
-                out[token, queries] = attend(
-                    q[token, queries].to(compute_dtype),
+            for first in range(start, end, BLOCK_TOKENS):
+                last = min(first + BLOCK_TOKENS, end)
+                num_tokens, seen = last - first, past + last - start
+                number = torch.arange(seen - num_tokens, seen)  # of a query's own token, among those of its KV head
+                causal = torch.arange(seen) <= number[:, None]
+                head_out = attend(
+                    q[first:last, queries].flatten(0, 1).to(compute_dtype),
                     keys[:seen],
                     values[:seen],
                     form.softmax_scale,
                     form.logit_softcap,
-                    None if sinks is None else sinks[queries].to(compute_dtype),
+                    None if sinks is None else sinks[queries].repeat(num_tokens).to(compute_dtype),
+                    causal.repeat_interleave(gqa_ratio, dim=0),
                 )
+                out[first:last, queries] = head_out.view(num_tokens, gqa_ratio, -1)
     return out

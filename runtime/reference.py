@@ -122,20 +122,24 @@ def attend(
     softmax_scale: float,
     logit_softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the query heads of one KV head; zeros if there is no token.
+    """Attention of some queries over the tokens of one KV head; zeros if there is no token.
 
     Args:
-        q: [gqa_ratio, D].
+        q: [num_queries, D].
         keys: [num_tokens, D].
         values: [num_tokens, D].
         softmax_scale: factor on the scores.
         logit_softcap: see `ir.AttentionForm`.
-        sinks: [gqa_ratio], logits that join the softmax without a token.
+        sinks: [num_queries], logits that join the softmax without a token.
+        seen: bool [num_queries, num_tokens], the tokens that a query sees, at least one; by default all.
     """
     logits = q @ keys.T * softmax_scale
     if logit_softcap is not None:
         logits = logit_softcap * torch.tanh(logits / logit_softcap)
+    if seen is not None:
+        logits = logits.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         logits = torch.cat([logits, sinks[:, None]], dim=-1)
     weights = torch.softmax(logits, dim=-1)

@@ -1,0 +1,64 @@
+"""vLLM's worker with two changes: planned layers attend through the runtime, and the cache is one pool of the plan's pages."""
+
+from typing import Any
+
+from tangram_plan.ir import Plan
+from tangram_plan.runtime.reference import torch_dtype
+from tangram_plan.runtime.reference_attention import ReferenceAttention
+from tangram_plan.runtime.serving_scorers import Recent
+
+from . import PLAN_KEY
+from .backend import CompressedBackend, CompressedImpl
+from .compat import (
+    Worker,
+    attention_layers,
+    check_version,
+    prompt_tokens_of,
+    tensor_parallel_rank,
+    use_v1_runner,
+)
+from .engine import Engine
+from .spec import PageSpec, load_plan, spec_head_size
+
+
+class CompressedWorker(Worker):
+    """The `worker_cls` of an engine with a plan."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_version()
+        super().__init__(*args, **kwargs)
+        use_v1_runner(self)
+        self.artefact = str(self.vllm_config.additional_config[PLAN_KEY])
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, then put the runtime in the place of the attention of its planned layers."""
+        super().load_model(*args, **kwargs)
+        plan = load_plan(self.artefact)
+        engine = Engine(
+            plan, self._make_attention(plan), lambda num_reqs: prompt_tokens_of(self.model_runner, num_reqs)
+        )
+        layers = list(attention_layers(self.model_runner))
+        for index, _, layer in layers:
+            layer.impl = CompressedImpl(engine, index, getattr(layer.impl, "sinks", None))
+            layer.attn_backend = CompressedBackend
+        self._owner, *others = [(name, layer) for _, name, layer in layers]
+        for _, layer in others:
+            layer.kv_sharing_target_layer_name = self._owner[0]
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        """One pool for all planned layers: the first one's, which the others share as vLLM lets layers share a cache."""
+        super().get_kv_cache_spec()  # notes which layers share
+        layout = load_plan(self.artefact).layout
+        name, _ = self._owner
+        spec = PageSpec(
+            block_size=layout.page_slots,
+            num_kv_heads=1,
+            head_size=spec_head_size(layout),
+            dtype=torch_dtype(layout),
+            artefact=self.artefact,
+        )
+        assert spec.page_size_bytes == layout.page_bytes
+        return {name: spec}
+
+    def _make_attention(self, plan: Plan) -> Any:
+        return ReferenceAttention(plan, tensor_parallel_rank(), Recent())
