@@ -1,4 +1,4 @@
-"""The kernels of a decode step: one per schedule that plans the step of all layers, and a decode kernel per gqa_ratio.
+"""The kernels of a decode step: page tables, a plan of the step of all layers by each schedule, and attention for every gqa_ratio.
 
 Page geometry, law and tile come from the plan, and so do step, warps and stages, which were measured for the device: they are
 made smaller here where registers, or the shared memory of the smallest supported GPU, would not hold them.
@@ -7,7 +7,15 @@ made smaller here where registers, or the shared memory of the smallest supporte
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tangram_plan.ir import CtaPartition, KVDtype, Plan, Schedule, decode_kernel_name, plan_kernel_name
+from tangram_plan.ir import (
+    PAGE_TABLE_KERNEL,
+    CtaPartition,
+    KVDtype,
+    Plan,
+    Schedule,
+    decode_kernel_name,
+    plan_kernel_name,
+)
 
 from .kernel_spec import (
     MIN_DOT_SIZE,
@@ -24,6 +32,8 @@ from .kernel_spec import (
 )
 
 PLANNED_AT_ONCE = 512  # pairs, CTAs or splits
+PAGES_COPIED_AT_ONCE = 1024
+PAGES_FOUND_AT_ONCE = 2048  # times groups: each is looked for among the pages of all groups
 MAX_MERGE_PARTIALS = 16  # partial results that a merge reads at once
 MAX_MERGE_ELEMENTS = 64 * 128  # of them, held in registers
 SHARED_MEMORY_BYTES = 150 * 1024  # for loads in flight; sm_80 has 163 KiB for one CTA, reductions take some
@@ -95,12 +105,44 @@ class PlanKernel(KernelSpec):
     law: LawConstants
 
 
+@dataclass(frozen=True)
+class PageTableKernel(KernelSpec):
+    """Page tables of a step, of the rows of a serving engine.
+
+    Args:
+        padded_groups: a power of two, at least the head groups.
+        prompt_pages: pages of the prompt that are copied at once.
+        added_pages: pages that decoding added that are looked up at once.
+        law: constants of the page law.
+    """
+
+    padded_groups: int
+    prompt_pages: int
+    added_pages: int
+    law: LawConstants
+
+
 def decode_kernels(plan: Plan) -> Iterator[KernelSpec]:
     """The kernels of a decode step."""
+    yield _page_table_kernel(plan)
     for schedule in Schedule:
         yield _plan_kernel(plan, schedule)
     for gqa_ratio in gqa_ratios(plan.model):
         yield _decode_kernel(plan, gqa_ratio)
+
+
+def _page_table_kernel(plan: Plan) -> PageTableKernel:
+    padded_groups = next_power_of_two(len(plan.grouping.groups))
+    return PageTableKernel(
+        name=PAGE_TABLE_KERNEL,
+        template="page_table.py.j2",
+        num_warps=4,
+        num_stages=1,
+        padded_groups=padded_groups,
+        prompt_pages=PAGES_COPIED_AT_ONCE,
+        added_pages=max(1, PAGES_FOUND_AT_ONCE // padded_groups),
+        law=law_constants(plan),
+    )
 
 
 def _plan_kernel(plan: Plan, schedule: Schedule) -> PlanKernel:

@@ -8,6 +8,7 @@ from .page_layout import PageLayout
 KERNELS_FOLDER = "kernels"
 HEAD_TABLES_NAME = "head_tables"  # of the module of constants among the kernels
 ALLOCATOR_FILE = "allocator.json"
+PAGE_TABLE_KERNEL = "page_table"  # turns rows of pages into page tables; of its file, too
 
 
 class EvictionRole(StrEnum):

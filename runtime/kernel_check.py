@@ -21,7 +21,16 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 
-from tangram_plan.ir import CheckFailedError, KVDtype, Plan, Schedule, parse_plan, plan_kernel_name, print_plan
+from tangram_plan.ir import (
+    PAGE_TABLE_KERNEL,
+    CheckFailedError,
+    KVDtype,
+    Plan,
+    Schedule,
+    parse_plan,
+    plan_kernel_name,
+    print_plan,
+)
 
 from .kernel_modules import kernel_files, load_module
 
@@ -135,7 +144,7 @@ def _result(name: str, plan: Plan, run: dict[str, object], compiled: dict[str, o
 
 def tolerance(name: str, dtype: KVDtype) -> float:
     """Largest error of a kernel that is right; what is counted, moved or selected is exact."""
-    is_exact = name.startswith("evict_") or name in map(plan_kernel_name, Schedule)
+    is_exact = name.startswith("evict_") or name in (PAGE_TABLE_KERNEL, *map(plan_kernel_name, Schedule))
     return 0.0 if is_exact else TOLERANCES[dtype]
 
 
@@ -237,11 +246,13 @@ def run_kernels(directory: Path, plan: Plan, device: str = "cpu") -> dict[str, d
     from .decode_problem import decode_runs
     from .eviction_problem import eviction_runs
     from .generated_kernels import GeneratedKernels
+    from .page_table_problem import page_table_runs
     from .prefill_problem import prefill_runs
 
     kernels = GeneratedKernels(directory, plan, device)
     findings: dict[str, dict[str, object]] = {}
-    for names, error in chain(decode_runs(kernels), prefill_runs(kernels), eviction_runs(kernels)):
+    families = (page_table_runs, decode_runs, prefill_runs, eviction_runs)
+    for names, error in chain.from_iterable(runs(kernels) for runs in families):
         try:
             found: dict[str, object] = {"max_error": error()}
         except Exception as failure:  # whatever the interpreter raises is the finding

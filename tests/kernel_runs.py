@@ -17,6 +17,7 @@ from tangram_plan.runtime.generated_kernels import GeneratedKernels
 from tangram_plan.runtime.head_tables import int32
 from tangram_plan.runtime.kernel_check import run_kernels
 from tangram_plan.runtime.kernel_problem import max_error
+from tangram_plan.runtime.page_table_problem import page_table_error
 from tangram_plan.runtime.reference import torch_dtype
 
 TOLERANCES = {KVDtype.FLOAT32: 1e-5, KVDtype.FLOAT16: 2e-3, KVDtype.BFLOAT16: 1.6e-2}
@@ -39,6 +40,11 @@ def run_layer(plan: Plan, rank: int, layer: int, batch: Batch, num_ctas: int, sp
         decode_error(kernels, problem, Schedule.TILE_QUEUE, num_ctas=num_ctas),
         decode_error(kernels, problem, Schedule.STATIC_SPLITS, splits=head_splits),
     ]
+
+
+def run_page_table(plan: Plan, batch: Batch) -> float:
+    """Error of the page tables of a batch."""
+    return page_table_error(load(plan), batch)
 
 
 def held_in_kernel(plan: Plan, batch: Batch) -> list[list[int]]:

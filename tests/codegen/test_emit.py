@@ -19,7 +19,14 @@ GOLDEN_PLAN = valid_plan(dtype=KVDtype.BFLOAT16, tensor_parallel=2, tile_tokens=
 
 
 @pytest.mark.parametrize(
-    "name", ["decode_attention_d64_gqa3_bfloat16.py", "plan_tile_queue.py", "head_tables.py", "allocator.json"]
+    "name",
+    [
+        "decode_attention_d64_gqa3_bfloat16.py",
+        "page_table.py",
+        "plan_tile_queue.py",
+        "head_tables.py",
+        "allocator.json",
+    ],
 )
 def test_generated_file_is_as_reviewed(tmp_path: Path, name: str) -> None:
     """After a wanted change: TANGRAM_UPDATE_GOLDEN=1 pytest tests/codegen, and review the difference as code."""

@@ -19,6 +19,7 @@ def test_kernels_of_a_plan() -> None:
         "evict_histogram_d64_bfloat16",
         "evict_place_d64_bfloat16",
         "gather_past_d64_bfloat16",
+        "page_table",
         "plan_static_splits",
         "plan_tile_queue",
         "prefill_attention_d64_gqa3_bfloat16",

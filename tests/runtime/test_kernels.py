@@ -77,6 +77,26 @@ def test_kernels_agree_with_the_reference(interpreter: ProcessPoolExecutor, data
     assert max(errors) < runs.TOLERANCES[KVDtype.FLOAT32]
 
 
+@given(data=st.data())
+@NO_DEADLINE
+def test_page_tables_are_the_rows_taken_apart(interpreter: ProcessPoolExecutor, data: st.DataObject) -> None:
+    """Random laws and group sizes, prompts and answers of any length."""
+    plan = build_plan(
+        num_layers=2,
+        num_kv_heads=3,
+        gqa_ratio=1,
+        head_dim=16,
+        page_slots=data.draw(st.sampled_from([48, 64, 112])),
+        sink_tokens=data.draw(st.integers(0, 5)),
+        window_tokens=data.draw(st.integers(0, 20)),
+        group_sizes=data.draw(st.sampled_from([[3, 3], [1, 2, 3], [1, 1, 1, 1, 1, 1]])),
+        rho=sorted(data.draw(st.lists(st.integers(0, RHO_ONE), min_size=6, max_size=6)), reverse=True),
+    )
+    lengths = st.one_of(st.just((0, 0)), st.tuples(st.integers(1, 3000), st.integers(1, 3400)))
+    batch = data.draw(st.lists(lengths, min_size=1, max_size=4))
+    assert interpreter.submit(runs.run_page_table, plan, batch).result() == 0.0
+
+
 @pytest.mark.parametrize("gqa_ratio", [1, 4, 5, 6, 7, 16, 71])
 def test_any_gqa_ratio(interpreter: ProcessPoolExecutor, gqa_ratio: int) -> None:
     plan = valid_plan(num_layers=1, num_kv_heads=1, gqa_ratio=gqa_ratio, head_dim=64, page_slots=32)
@@ -242,7 +262,7 @@ def test_planned_splits_are_checked_as_planned_up_to_a_limit() -> None:
 
 def test_the_check_accepts_kernels_as_generated(interpreter: ProcessPoolExecutor) -> None:
     found = interpreter.submit(runs.run_mutated, CHECKED_PLAN, "", "Generated", "Generated").result()
-    assert len(found) == 9
+    assert len(found) == 10
     for finding in found.values():
         assert finding.keys() == {"max_error"}
         assert float(str(finding["max_error"])) < runs.TOLERANCES[KVDtype.FLOAT32]
