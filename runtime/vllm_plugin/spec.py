@@ -48,11 +48,11 @@ class PageSpec(FullAttentionSpec):
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:  # noqa: ARG002 - vLLM's signature
         """Width of a row; vLLM also looks up a block for every `block_size` tokens, and never uses what it finds."""
-        return max(most_pages(self.plan, max_len), -(-max_len // self.block_size))
+        return max(most_pages(self.plan, max_len), -(-max_len // int(self.block_size)))
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Of the request that needs most."""
-        return most_pages(self.plan, vllm_config.model_config.max_model_len) * self.page_size_bytes
+        return most_pages(self.plan, vllm_config.model_config.max_model_len) * int(self.page_size_bytes)
 
 
 def spec_head_size(layout: PageLayout) -> int:
