@@ -26,8 +26,9 @@ class Batch:
 
     @property
     def new_tokens(self) -> list[int]:
-        """Tokens of every request in this step."""
-        return [end - start for start, end in pairwise(self.query_start)]
+        """Tokens of every request in this step; a padded row has none, whatever the engine lets it read."""
+        spans = zip(pairwise(self.query_start), self.num_tokens, strict=True)
+        return [end - start if total else 0 for (start, end), total in spans]
 
     @property
     def num_decodes(self) -> int:

@@ -19,6 +19,7 @@ class PageTables:
 
     def __init__(self, kernels: GeneratedKernels, max_requests: int, max_pages: int) -> None:
         device = kernels.device
+        self.max_pages = max_pages
         self._launch = kernels.modules[PAGE_TABLE_KERNEL].launch
         self._groups = kernels.tables.group_tables(device)
         self._num_groups = self._groups.rho.numel()

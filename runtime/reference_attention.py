@@ -73,6 +73,8 @@ class ReferenceAttention:
     ) -> None:
         """Attention of one layer over what is kept; then new tokens are written, and chunks compressed.
 
+        A decoded token is written with a score of 0: no answer is compressed yet.
+
         Args:
             layer: whose.
             q: [num_tokens, num_kv_heads * gqa_ratio, D], of all requests; rows after the last request's are left alone.
@@ -86,8 +88,7 @@ class ReferenceAttention:
         plan, places = self._plan, self._places[layer]
         decodes = slice(len(step.num_tokens))
         if step.num_tokens:
-            positions = torch.tensor(step.num_tokens) - 1
-            score = self._scorer.scores(layer, k[decodes], positions).T
+            score = torch.zeros(len(step.num_tokens), len(places))
             lengths = step.prompt_tokens, step.num_tokens
             rows = q[decodes], k[decodes], v[decodes], score
             out[decodes] = decode_attention(plan, places, *rows, pool, step.decode_pages, *lengths, sinks=sinks)

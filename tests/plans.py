@@ -52,6 +52,8 @@ def build_plan(
     num_ctas: int = 12,
     splits: Sequence[int] = (3, 1, 2),
     batches: Sequence[int] = (1, 4),
+    compress_chunk_tokens: int = 8192,
+    max_new_tokens: int = 1024,
 ) -> Plan:
     """A plan whose groups take KV heads in a fixed scattered order, so that they span layers; for any values, valid or not.
 
@@ -60,6 +62,8 @@ def build_plan(
         group_sizes: members per rank of each group; by default 1, 2, 3, 1, 2, 3 ... until all KV heads are placed.
         splits: static splits, dealt out to the KV heads in turn; one each for batches that have not so many CTAs.
         batches: batch sizes of the static splits.
+        compress_chunk_tokens: of the plan.
+        max_new_tokens: of the plan.
     """
     layer_shape = LayerShape(LayerKind.FULL, num_kv_heads, num_kv_heads * gqa_ratio, 0)
     layers = tuple(LayerShape(layer_shape.kind, num_kv_heads, layer_shape.num_q_heads, i) for i in range(num_layers))
@@ -108,8 +112,8 @@ def build_plan(
             choices=tuple(ScheduleChoice(batch, 2048, Schedule.TILE_QUEUE, ESTIMATES) for batch in batches),
         ),
         scorer="hand",
-        compress_chunk_tokens=8192,
-        max_new_tokens=1024,
+        compress_chunk_tokens=compress_chunk_tokens,
+        max_new_tokens=max_new_tokens,
         provenance=MANUAL,
     )
 
