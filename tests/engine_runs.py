@@ -1,0 +1,238 @@
+"""Runs stock vLLM in a process of its own: `serve` starts it and waits, and this file, run as a script, is what it starts.
+
+What pytest does to warnings, and what it imported before, so is no matter to the engine, and its environment is the run's.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+KV_CACHE_BYTES = 256 << 20
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Query:
+    """A request.
+
+    Args:
+        prompt: its tokens.
+        max_tokens: of the answer.
+        logprobs: so many most probable tokens are reported at every position of the answer; 0: none.
+        prompt_logprobs: the same, of the prompt.
+    """
+
+    prompt: list[int]
+    max_tokens: int = 24
+    logprobs: int = 0
+    prompt_logprobs: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """An engine, and what is asked of it.
+
+    Args:
+        model: folder of the model.
+        artefact: of the plan; empty: stock vLLM.
+        loads: requests that are sent together; one load after the other.
+        arguments: of the engine, beside those of `START`.
+        with_plugin: whether vLLM may load its plugins.
+        own_process: whether the engine's core runs in a process of its own, as it does in a server.
+        aborts: after the loads, so many requests are aborted at any point of their life; no model computes them.
+    """
+
+    model: str
+    artefact: str
+    loads: list[list[Query]]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    with_plugin: bool = True
+    own_process: bool = False
+    aborts: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is free after the scheduler has given pages to all requests of a step, and what the plan says."""
+
+    free_pages: int
+    predicted: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """What came of a run; lists are per load, and therein per request.
+
+    Args:
+        num_pages: of the engine's pool, the null page not counted.
+        tokens: of the answers.
+        logprobs: per position of an answer, token -> log-probability.
+        prompt_logprobs: the same of the prompt, from its second token on.
+        preemptions: per load.
+        steps: of all loads; none of an engine in its own process.
+        free_pages: after each load.
+        free_pages_after_aborts: in the end.
+    """
+
+    num_pages: int
+    tokens: list[list[list[int]]] = field(default_factory=list)
+    logprobs: list[list[list[dict[str, float]]]] = field(default_factory=list)
+    prompt_logprobs: list[list[list[dict[str, float]]]] = field(default_factory=list)
+    preemptions: list[int] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    free_pages: list[int] = field(default_factory=list)
+    free_pages_after_aborts: int = -1
+
+
+def serve(run: Run, folder: Path) -> Served:
+    """Start an engine, ask it, and stop it; `folder` is for the exchange of files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    asked, answered = folder / "run.json", folder / "served.json"
+    asked.write_text(json.dumps(asdict(run)))
+    environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(run.own_process))}
+    if not run.with_plugin:
+        environment["VLLM_PLUGINS"] = ""
+    command = [sys.executable, "-m", "tests.engine_runs", str(asked), str(answered)]
+    with (folder / "log.txt").open("w") as log:
+        ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
+    assert ended.returncode == 0, (folder / "log.txt").read_text()[-8000:]
+    return read_served(answered)
+
+
+def read_served(path: Path) -> Served:
+    """What `serve` left."""
+    served = json.loads(path.read_text())
+    return Served(**{**served, "steps": [Step(**step) for step in served["steps"]]})
+
+
+def _main(asked: Path, answered: Path) -> None:
+    from vllm import LLM
+
+    from tangram_plan.runtime.engine_args import engine_args
+
+    run = json.loads(asked.read_text())
+    arguments = {
+        "model": run["model"],
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2560,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        **run["arguments"],
+    }
+    if run["artefact"]:
+        arguments = engine_args(run["artefact"], **arguments)
+    llm = LLM(**arguments)
+    scheduler = None if run["own_process"] else llm.llm_engine.engine_core.engine_core.scheduler
+    num_pages = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
+    served = Served(num_pages)
+    if scheduler and run["artefact"]:
+        _watch(scheduler, served)
+    for load in run["loads"]:
+        _ask(llm, load, served)
+        if scheduler:
+            served.free_pages.append(_free_pages(scheduler))
+    if run["aborts"]:
+        _abort(scheduler, run["aborts"])
+        object.__setattr__(served, "free_pages_after_aborts", _free_pages(scheduler))
+    answered.write_text(json.dumps(asdict(served)))
+
+
+def _ask(llm: Any, load: Sequence[Mapping[str, Any]], served: Served) -> None:
+    from vllm import SamplingParams
+
+    preempted = _preemptions(llm)
+    outputs = llm.generate(
+        [{"prompt_token_ids": query["prompt"]} for query in load],
+        [
+            SamplingParams(
+                temperature=0,
+                max_tokens=query["max_tokens"],
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=query["logprobs"] or None,
+                prompt_logprobs=query["prompt_logprobs"] or None,
+            )
+            for query in load
+        ],
+        use_tqdm=False,
+    )
+    served.tokens.append([list(output.outputs[0].token_ids) for output in outputs])
+    served.logprobs.append([_plain(output.outputs[0].logprobs) for output in outputs])
+    served.prompt_logprobs.append([_plain((output.prompt_logprobs or [None])[1:]) for output in outputs])
+    served.preemptions.append(_preemptions(llm) - preempted)
+
+
+def _plain(logprobs: Sequence[Mapping[int, Any]] | None) -> list[dict[str, float]]:
+    return [{str(token): one.logprob for token, one in position.items()} for position in logprobs or []]
+
+
+def _preemptions(llm: Any) -> int:
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+def _free_pages(scheduler: Any) -> int:
+    return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def _watch(scheduler: Any, served: Served) -> None:
+    """Note, after every step is scheduled, what is free and what should be."""
+    from tangram_plan.ir import reserve
+
+    schedule = scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        held = [
+            reserve(scheduler.plan, request.num_prompt_tokens, request.num_computed_tokens).num_pages
+            for request in scheduler.running
+        ]
+        served.steps.append(Step(_free_pages(scheduler), served.num_pages - sum(held)))
+        return output
+
+    scheduler.schedule = watched
+
+
+def _abort(scheduler: Any, aborts: int) -> None:
+    """Send requests of any length through the scheduler, answer in the model's place, and abort each at any point."""
+    from vllm import SamplingParams
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request, RequestStatus
+
+    chance = random.Random(0)
+    alive: list[str] = []
+    for number in range(aborts):
+        params = SamplingParams(max_tokens=chance.randint(2, 200), ignore_eos=True)
+        prompt = [1] * chance.randint(1, 300)
+        scheduler.add_request(Request(f"aborted-{number}", prompt, params, None))
+        alive.append(f"aborted-{number}")
+        for _ in range(chance.randint(0, 3)):
+            output = scheduler.schedule()
+            ids = list(output.num_scheduled_tokens)
+            done = {name: scheduler.requests[name].num_computed_tokens for name in ids}
+            sampled = [[1] if done[name] >= scheduler.requests[name].num_tokens else [] for name in ids]
+            answer = ModelRunnerOutput(ids, {name: index for index, name in enumerate(ids)}, sampled)
+            scheduler.update_from_output(output, answer)
+        while len(alive) > chance.randint(0, 12) or (alive and number == aborts - 1):
+            name = alive.pop(chance.randrange(len(alive)))
+            scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), Path(sys.argv[2]))

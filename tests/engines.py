@@ -1,0 +1,112 @@
+"""A small real model, plans of it, and engines that serve it; each is made once for all of pytest's workers, by the first that needs it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from tangram_plan.calibrate import shipped_texts
+from tangram_plan.ir import load_artefact, most_pages
+from tests.engine_runs import ENVIRONMENT, ROOT, Query, Run, Served, read_served, serve
+
+MODEL_YAML = """
+model: {model}
+profile: builtin:smollm2-135m-instruct/kvzip
+scorer: recent
+retention: {{ratio: {ratio}, sink_tokens: {sink_tokens}}}
+kv_dtype: float32
+compress_chunk_tokens: 64
+max_new_tokens: 128
+"""
+
+PROMPT_TOKENS = (17, 64, 65, 129, 200, 420, 900, 2000)
+NUM_SHORT = 6  # prompts that are served again, with longer answers
+SHORT_TOKENS = 512  # of prompt and answer, at most
+LONG_ANSWER = 80
+SINK_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Engines in processes of their own, and what they answered."""
+
+    folder: Path
+    model: Path
+
+    def once(self, name: str, make: Callable[[Path], None]) -> Path:
+        """A folder that `make` fills, once for all workers."""
+        folder = self.folder / name
+        with FileLock(self.folder / f"{name}.lock"):
+            if not (folder / "done").exists():
+                folder.mkdir(exist_ok=True)
+                make(folder)
+                (folder / "done").touch()
+        return folder
+
+    def served(self, name: str, run: Run) -> Served:
+        """What an engine answers."""
+        return read_served(self.once(name, lambda folder: serve(run, folder) and None) / "served.json")
+
+    def artefact(self, ratio: float) -> Path:
+        """A plan that keeps so much; one that keeps everything serves as it did before."""
+
+        def build(folder: Path) -> None:
+            config = MODEL_YAML.format(model=self.model, ratio=ratio, sink_tokens=SINK_TOKENS)
+            (folder / "model.yaml").write_text(config)
+            command = ["-m", "tangram_plan", "build", str(folder / "model.yaml"), "-o", str(folder / "plan")]
+            subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
+
+        return self.once(f"plan-{ratio}", build) / "plan"
+
+    @classmethod
+    def start(cls, folder: Path) -> "Engines":
+        """With the model in the folder; it comes as a package."""
+        folder.mkdir(exist_ok=True)
+
+        def write(model: Path) -> None:
+            command = [sys.executable, "-m", "tests.smollm2", str(model)]
+            subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, check=True, capture_output=True)
+
+        return cls(folder, cls(folder, folder).once("smollm2", write))
+
+    def prompts(self) -> list[list[int]]:
+        """Of all lengths, each from another place in Shakespeare."""
+
+        def tokenize(folder: Path) -> None:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(self.model)
+            texts = [json.loads(line)["text"] for line in shipped_texts().read_text(encoding="utf-8").splitlines()]
+            (folder / "tokens.json").write_text(json.dumps(tokenizer("\n\n".join(texts[:5]))["input_ids"]))
+
+        tokens = json.loads((self.once("text", tokenize) / "tokens.json").read_text())
+        return [tokens[100 * i : 100 * i + length] for i, length in enumerate(PROMPT_TOKENS)]
+
+    def loads(self) -> list[list[Query]]:
+        """All prompts together; then the shorter ones, with longer answers."""
+        prompts = self.prompts()
+        return [
+            [Query(prompt) for prompt in prompts],
+            [Query(prompt, max_tokens=LONG_ANSWER) for prompt in prompts[:NUM_SHORT]],
+        ]
+
+    def under_pressure(self, ratio: float) -> Served:
+        """The second load in a pool that holds all its prompts, but not all its answers."""
+        artefact = self.artefact(ratio)
+        plan = load_artefact(artefact)
+        prompts = PROMPT_TOKENS[:NUM_SHORT]
+        least = sum(plan.num_pages(prompt, prompt) for prompt in prompts)
+        most = sum(plan.num_pages(prompt, prompt + LONG_ANSWER) for prompt in prompts)
+        num_pages = (least + most) // 2
+        assert num_pages > most_pages(plan, SHORT_TOKENS)
+        arguments = {
+            "max_model_len": SHORT_TOKENS,
+            "kv_cache_memory_bytes": (num_pages + 1) * plan.layout.page_bytes,
+        }
+        run = Run(str(self.model), str(artefact), self.loads()[1:], arguments)
+        return self.served(f"pressure-{ratio}", run)
