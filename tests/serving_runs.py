@@ -150,13 +150,14 @@ def run_engine(
             query_start,
         )
         device_rows[: len(rows)] = rows.to(device)
-        steps = reference.begin(batch, rows), attention.begin(batch, device_rows)
+        host_step, device_step = reference.begin(batch, rows), attention.begin(batch, device_rows)
         for layer, count in heads.items():
             num_q_heads = count * plan.model.layers[layer].gqa_ratio
             q, k, v = (normal(query_start[-1], size, plan.layout.head_dim) for size in (num_q_heads, count, count))
             out, found = torch.full_like(q, float("nan")), torch.full_like(q, float("nan"), device=device)
-            reference.attend(layer, q, k, v, pool, steps[0], out)
-            attention.attend(layer, *(part.to(device) for part in (q, k, v)), device_pool, steps[1], found)
+            reference.attend(layer, q, k, v, pool, host_step, out)
+            inputs = q.to(device), k.to(device), v.to(device)
+            attention.attend(layer, *inputs, device_pool, device_step, found)
             worst = max(worst, max_error(found.cpu(), out))
         if not _same_pages(plan, pool, device_pool.cpu(), is_exact=scorer == "recent"):
             return float("inf")

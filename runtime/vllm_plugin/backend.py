@@ -62,7 +62,8 @@ class CompressedImpl(AttentionImpl[StepMetadata]):
     """
 
     def __init__(self, engine: Engine, layer: int, sinks: torch.Tensor | None) -> None:
-        self.engine, self._layer, self._sinks = engine, layer, sinks
+        self.engine, self._layer = engine, layer
+        self._sinks = None if sinks is None else sinks.float()
 
     def forward(
         self,

@@ -4,8 +4,10 @@ Imported only where vLLM runs. A version outside `TESTED_VERSIONS` is refused wh
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import vllm
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
@@ -53,6 +55,7 @@ __all__ = [
     "Worker",
     "attention_layers",
     "check_version",
+    "memory_of_model",
     "on_cpu",
     "prompt_tokens_of",
     "register_spec",
@@ -95,6 +98,14 @@ def register_spec(spec: type, manager: type) -> None:
 def use_v1_runner(worker: Any) -> None:
     """Have a worker build the first model runner: the second computes widths of block tables without asking the spec (0.26)."""
     worker.use_v2_model_runner = False
+
+
+@contextmanager
+def memory_of_model(runner: Any) -> Iterator[None]:
+    """Count what is allocated meanwhile as the model's, so that the cache is sized without it."""
+    before = torch.cuda.memory_allocated()
+    yield
+    runner.model_memory_usage += torch.cuda.memory_allocated() - before
 
 
 def tensor_parallel_rank() -> int:

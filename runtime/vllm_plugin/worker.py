@@ -1,8 +1,11 @@
 """vLLM's worker with two changes: planned layers attend through the runtime, and the cache is one pool of the plan's pages."""
 
+from pathlib import Path
 from typing import Any
 
 from tangram_plan.ir import Plan
+from tangram_plan.runtime.generated_kernels import GeneratedKernels
+from tangram_plan.runtime.kernel_attention import KernelAttention
 from tangram_plan.runtime.reference import torch_dtype
 from tangram_plan.runtime.reference_attention import ReferenceAttention
 from tangram_plan.runtime.serving_scorers import Recent
@@ -13,6 +16,8 @@ from .compat import (
     Worker,
     attention_layers,
     check_version,
+    memory_of_model,
+    on_cpu,
     prompt_tokens_of,
     tensor_parallel_rank,
     use_v1_runner,
@@ -34,9 +39,9 @@ class CompressedWorker(Worker):
         """Load the model, then put the runtime in the place of the attention of its planned layers."""
         super().load_model(*args, **kwargs)
         plan = load_plan(self.artefact)
-        engine = Engine(
-            plan, self._make_attention(plan), lambda num_reqs: prompt_tokens_of(self.model_runner, num_reqs)
-        )
+        attention = self._make_attention(plan)
+        self._attention = attention
+        engine = Engine(plan, attention, lambda num_reqs: prompt_tokens_of(self.model_runner, num_reqs))
         layers = list(attention_layers(self.model_runner))
         for index, _, layer in layers:
             layer.impl = CompressedImpl(engine, index, getattr(layer.impl, "sinks", None))
@@ -60,5 +65,25 @@ class CompressedWorker(Worker):
         assert spec.page_size_bytes == layout.page_bytes
         return {name: spec}
 
-    def _make_attention(self, plan: Plan) -> Any:
-        return ReferenceAttention(plan, tensor_parallel_rank(), Recent())
+    def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Compile and load the kernels before the first request, and before CUDA graphs are captured."""
+        if isinstance(self._attention, KernelAttention):
+            self._attention.warm_up(self._owner[1].kv_cache.view(-1))
+        return super().compile_or_warm_up_model(*args, **kwargs)
+
+    def _make_attention(self, plan: Plan) -> ReferenceAttention | KernelAttention:
+        """The reference on CPUs, the kernels on GPUs; what they allocate is counted as the model's."""
+        rank, scorer = tensor_parallel_rank(), Recent()
+        if on_cpu():
+            return ReferenceAttention(plan, rank, scorer)
+        limits = self.vllm_config.scheduler_config
+        answer_chunk = min(limits.max_num_batched_tokens, plan.max_new_tokens)  # of a preempted request
+        with memory_of_model(self.model_runner):
+            return KernelAttention(
+                GeneratedKernels(Path(self.artefact), plan, str(self.device)),
+                scorer,
+                rank=rank,
+                max_requests=limits.max_num_seqs,
+                max_tokens=self.vllm_config.model_config.max_model_len,
+                max_chunk_tokens=max(plan.compress_chunk_tokens + 1, answer_chunk),
+            )
