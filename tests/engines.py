@@ -24,11 +24,18 @@ compress_chunk_tokens: 64
 max_new_tokens: 128
 """
 
+NEEDLE = "The secret code of Ada is 7391. The secret code of Bob is 2846.\n\n"
+QUESTION = "\n\nThe secret code of Ada is"
+ANSWER = " 7391."
+
 PROMPT_TOKENS = (17, 64, 65, 129, 200, 420, 900, 2000)
+ALONE = (0, 4, 6)  # numbers of prompts that are served alone, too
 NUM_SHORT = 6  # prompts that are served again, with longer answers
 SHORT_TOKENS = 512  # of prompt and answer, at most
 LONG_ANSWER = 80
-SINK_TOKENS = 16
+SINK_TOKENS = 32
+TEXT_TOKENS = 700  # of a prompt whose log-probabilities are compared
+ABORTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -74,18 +81,24 @@ class Engines:
 
         return cls(folder, cls(folder, folder).once("smollm2", write))
 
-    def prompts(self) -> list[list[int]]:
-        """Of all lengths, each from another place in Shakespeare."""
+    def tokens(self) -> dict[str, list[int]]:
+        """Of a long text (Shakespeare, Milton), of a needle, of what asks for it, and of what answers."""
 
         def tokenize(folder: Path) -> None:
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(self.model)
             texts = [json.loads(line)["text"] for line in shipped_texts().read_text(encoding="utf-8").splitlines()]
-            (folder / "tokens.json").write_text(json.dumps(tokenizer("\n\n".join(texts[:5]))["input_ids"]))
+            strings = {"text": "\n\n".join(texts[:5]), "needle": NEEDLE, "question": QUESTION, "answer": ANSWER}
+            tokens = {name: tokenizer(string)["input_ids"] for name, string in strings.items()}
+            (folder / "tokens.json").write_text(json.dumps(tokens))
 
-        tokens = json.loads((self.once("text", tokenize) / "tokens.json").read_text())
-        return [tokens[100 * i : 100 * i + length] for i, length in enumerate(PROMPT_TOKENS)]
+        return dict(json.loads((self.once("text", tokenize) / "tokens.json").read_text()))
+
+    def prompts(self) -> list[list[int]]:
+        """Of all lengths, each from another place in Shakespeare."""
+        text = self.tokens()["text"]
+        return [text[100 * i : 100 * i + length] for i, length in enumerate(PROMPT_TOKENS)]
 
     def loads(self) -> list[list[Query]]:
         """All prompts together; then the shorter ones, with longer answers."""
@@ -96,7 +109,7 @@ class Engines:
         ]
 
     def under_pressure(self, ratio: float) -> Served:
-        """The second load in a pool that holds all its prompts, but not all its answers."""
+        """The second load in a pool that holds all its prompts, but not all its answers; then requests that are aborted."""
         artefact = self.artefact(ratio)
         plan = load_artefact(artefact)
         prompts = PROMPT_TOKENS[:NUM_SHORT]
@@ -108,5 +121,5 @@ class Engines:
             "max_model_len": SHORT_TOKENS,
             "kv_cache_memory_bytes": (num_pages + 1) * plan.layout.page_bytes,
         }
-        run = Run(str(self.model), str(artefact), self.loads()[1:], arguments)
+        run = Run(str(self.model), str(artefact), self.loads()[1:], arguments, aborts=ABORTS)
         return self.served(f"pressure-{ratio}", run)

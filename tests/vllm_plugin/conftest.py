@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("vllm", reason="the plugin runs in vLLM")
 
 from tangram_plan.ir import Plan, load_artefact
-from tests.engine_runs import Run, Served
-from tests.engines import Engines
+from tests.engine_runs import Query, Run, Served
+from tests.engines import ALONE, TEXT_TOKENS, Engines
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +28,23 @@ def keeping_all(engines: Engines) -> Served:
 
 
 @pytest.fixture(scope="session")
+def compressing(engines: Engines) -> Served:
+    """From a plan that compresses: the loads, then each of some prompts alone, a text, and needles, in this order."""
+    tokens, prompts = engines.tokens(), engines.prompts()
+    needle, question, hay = tokens["needle"], tokens["question"], tokens["text"][:900]
+    loads = [
+        *engines.loads(),
+        *([Query(prompts[number])] for number in ALONE),
+        [Query(tokens["text"][:TEXT_TOKENS], logprobs=20, prompt_logprobs=1)],
+        [
+            Query(prompt, len(tokens["answer"]))
+            for prompt in (needle + hay + question, hay + needle + question, hay + question)
+        ],
+    ]
+    return engines.served("compressing", Run(str(engines.model), str(engines.artefact(0.3)), loads))
+
+
+@pytest.fixture(scope="session")
 def plan(engines: Engines) -> Plan:
-    """A plan that compresses."""
+    """The plan that compresses."""
     return load_artefact(engines.artefact(0.3))
