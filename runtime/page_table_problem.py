@@ -23,7 +23,7 @@ def page_table_error(kernels: GeneratedKernels, batch: Sequence[tuple[int, int]]
     width = max(counts) + SPARE_PAGES
     rows = torch.full((len(batch), width), NOTHING, dtype=torch.int32)
     ids = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    for row, pages in zip(rows, ids.split(counts), strict=True):
+    for row, pages in zip(rows, torch.split(ids, counts), strict=True):
         row[: len(pages)] = pages
     tables = PageTables(kernels, len(batch), width)
     page_ids, page_indptr = tables.of_requests()

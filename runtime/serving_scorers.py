@@ -3,10 +3,12 @@
 To add one: write its class, and add an entry to SERVING_SCORERS.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
+
+from tangram_plan.ir import Plan, TangramError
 
 from .eviction_reference import key_anchor_scores
 
@@ -46,3 +48,23 @@ class KeyAnchor:
     def scores(self, layer: int, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - keys say it
         """See `ServingScorer.scores`."""
         return key_anchor_scores(k, self.anchors[layer])
+
+
+SERVING_SCORERS: dict[str, Callable[[], ServingScorer]] = {"recent": Recent}
+
+
+def load_scorer(plan: Plan) -> ServingScorer:
+    """The scorer that a plan names.
+
+    Raises:
+        TangramError: it cannot serve; `key_anchor` needs anchors, which no artefact carries yet.
+    """
+    if plan.scorer not in SERVING_SCORERS:
+        raise TangramError(
+            "scorer cannot serve",
+            where="the plan",
+            got=plan.scorer,
+            expected=f"one of {', '.join(SERVING_SCORERS)}",
+            fix="build the plan with `--set scorer=recent`",
+        )
+    return SERVING_SCORERS[plan.scorer]()

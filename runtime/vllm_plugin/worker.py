@@ -8,7 +8,7 @@ from tangram_plan.runtime.generated_kernels import GeneratedKernels
 from tangram_plan.runtime.kernel_attention import KernelAttention
 from tangram_plan.runtime.reference import torch_dtype
 from tangram_plan.runtime.reference_attention import ReferenceAttention
-from tangram_plan.runtime.serving_scorers import Recent
+from tangram_plan.runtime.serving_scorers import load_scorer
 
 from . import PLAN_KEY
 from .backend import CompressedBackend, CompressedImpl
@@ -73,7 +73,7 @@ class CompressedWorker(Worker):
 
     def _make_attention(self, plan: Plan) -> ReferenceAttention | KernelAttention:
         """The reference on CPUs, the kernels on GPUs; what they allocate is counted as the model's."""
-        rank, scorer = tensor_parallel_rank(), Recent()
+        rank, scorer = tensor_parallel_rank(), load_scorer(plan)
         if on_cpu():
             return ReferenceAttention(plan, rank, scorer)
         limits = self.vllm_config.scheduler_config

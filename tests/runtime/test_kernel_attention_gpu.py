@@ -5,9 +5,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from tangram_plan.ir import KVDtype  # noqa: E402
-from tests.plans import valid_plan  # noqa: E402
-from tests.serving_runs import Arrival, run_engine  # noqa: E402
+from tangram_plan.ir import KVDtype
+from tests.plans import valid_plan
+from tests.serving_runs import Arrival, run_engine
 
 pytestmark = pytest.mark.gpu
 
