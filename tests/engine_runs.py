@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+ANSWERED = "served.json"
 ROOT = Path(__file__).parents[1]
 KV_CACHE_BYTES = 256 << 20
 ENVIRONMENT = {
@@ -97,10 +98,9 @@ class Served:
     free_pages_after_aborts: int = -1
 
 
-def serve(run: Run, folder: Path) -> Served:
-    """Start an engine, ask it, and stop it; `folder` is for the exchange of files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    asked, answered = folder / "run.json", folder / "served.json"
+def serve(run: Run, folder: Path) -> None:
+    """Start an engine, ask it, and stop it; what it answered stays in the folder."""
+    asked, answered = folder / "run.json", folder / ANSWERED
     asked.write_text(json.dumps(asdict(run)))
     environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(run.own_process))}
     if not run.with_plugin:
@@ -109,12 +109,11 @@ def serve(run: Run, folder: Path) -> Served:
     with (folder / "log.txt").open("w") as log:
         ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
     assert ended.returncode == 0, (folder / "log.txt").read_text()[-8000:]
-    return read_served(answered)
 
 
-def read_served(path: Path) -> Served:
+def read_served(folder: Path) -> Served:
     """What `serve` left."""
-    served = json.loads(path.read_text())
+    served = json.loads((folder / ANSWERED).read_text())
     return Served(**{**served, "steps": [Step(**step) for step in served["steps"]]})
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from filelock import FileLock
@@ -57,7 +58,7 @@ class Engines:
 
     def served(self, name: str, run: Run) -> Served:
         """What an engine answers."""
-        return read_served(self.once(name, lambda folder: serve(run, folder) and None) / "served.json")
+        return read_served(self.once(name, partial(serve, run)))
 
     def artefact(self, ratio: float) -> Path:
         """A plan that keeps so much; one that keeps everything serves as it did before."""

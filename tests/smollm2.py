@@ -3,6 +3,7 @@
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 
 def write_model(folder: Path) -> None:
@@ -16,7 +17,8 @@ def write_model(folder: Path) -> None:
     (gguf,) = Path(package.origin).parent.rglob("*.gguf")
     read = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     del read.config.quantization_config  # the weights are no longer those of the file
-    model = AutoModelForCausalLM.from_config(read.config)
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(read.config)
     model.load_state_dict(read.state_dict())
     model.tie_weights()
     model.save_pretrained(folder)

@@ -6,16 +6,18 @@ from itertools import accumulate
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the reference is torch")
+pytest.importorskip("torch", reason="the reference is torch")
 
-from tangram_plan.ir import Plan, group_pages_in_row, next_boundary, reserve  # noqa: E402
-from tangram_plan.runtime.batch import Batch  # noqa: E402
-from tangram_plan.runtime.eviction_reference import key_anchor_scores  # noqa: E402
-from tangram_plan.runtime.reference import local_heads, page_views, slots_of  # noqa: E402
-from tangram_plan.runtime.reference_attention import ReferenceAttention  # noqa: E402
-from tangram_plan.runtime.serving_scorers import KeyAnchor, Recent, ServingScorer  # noqa: E402
-from tests.masked_model import seen_tokens  # noqa: E402
-from tests.plans import valid_plan  # noqa: E402
+import torch
+
+from tangram_plan.ir import Plan, group_pages_in_row, next_boundary, reserve
+from tangram_plan.runtime.batch import Batch
+from tangram_plan.runtime.eviction_reference import key_anchor_scores
+from tangram_plan.runtime.reference import local_heads, page_views, slots_of
+from tangram_plan.runtime.reference_attention import ReferenceAttention
+from tangram_plan.runtime.serving_scorers import KeyAnchor, Recent, ServingScorer
+from tests.masked_model import seen_tokens
+from tests.plans import valid_plan
 
 LAYERS, KV_HEADS, GQA_RATIO, HEAD_DIM, CHUNK = 2, 2, 2, 16, 16
 PROMPTS = [1, 2, 15, 16, 17, 18, 33, 50, 100]
@@ -38,7 +40,7 @@ def _plan(*rho: int) -> Plan:
 
 KEEPS_ALL, COMPRESSES = _plan(65536), _plan(40000, 15000, 0)
 ANCHORS = {layer: torch.randn(KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(layer)) for layer in (0, 1)}
-SCORERS = {"recent": Recent(), "key_anchor": KeyAnchor(ANCHORS)}
+SCORERS: dict[str, ServingScorer] = {"recent": Recent(), "key_anchor": KeyAnchor(ANCHORS)}
 
 
 @dataclass
@@ -46,10 +48,10 @@ class Request:
     """A request: random queries, keys and values of all its tokens, and what attention made of them."""
 
     prompt_tokens: int
-    q: "torch.Tensor"  # [LAYERS, num_tokens, q_heads, D]
-    k: "torch.Tensor"
-    v: "torch.Tensor"
-    out: "torch.Tensor"
+    q: torch.Tensor  # [LAYERS, num_tokens, q_heads, D]
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
     num_tokens: int = 0
     pages: list[int] = field(default_factory=list)
 
@@ -97,7 +99,7 @@ class Server:
             )
             out = torch.full_like(q, torch.nan)
             self.attention.attend(layer, q, k, v, self.pool, step, out)
-            for request, span, part in zip(requests, spans, out.split([new for _, new in work]), strict=True):
+            for request, span, part in zip(requests, spans, torch.split(out, [new for _, new in work]), strict=True):
                 request.out[layer, span] = part
 
     def finish(self, requests: Sequence[Request], max_chunks: int = 3) -> None:
@@ -112,7 +114,7 @@ class Server:
             short = [item for item in chunks if item[1] == 1]  # prompts of one token are no different from decoding
             self.step([*decodes, *short, *[item for item in chunks if item[1] > 1][:max_chunks]])
 
-    def cached(self, request: Request) -> list[list["torch.Tensor"]]:
+    def cached(self, request: Request) -> list[list[torch.Tensor]]:
         """Keys, values, positions and scores of every KV head, in the order of its slots."""
         views, plan = page_views(self.pool, self.plan.layout), self.plan
         places = group_pages_in_row(plan, request.prompt_tokens, request.num_tokens)
@@ -127,7 +129,7 @@ class Server:
         return parts
 
 
-def _by_masks(plan: Plan, request: Request, scorer: str) -> "torch.Tensor":
+def _by_masks(plan: Plan, request: Request, scorer: str) -> torch.Tensor:
     """What all tokens' attention should be."""
     out, num_tokens = torch.empty_like(request.q), request.q.shape[1]
     for layer in range(LAYERS):
@@ -202,7 +204,7 @@ def test_rows_after_the_last_request_are_left_alone() -> None:
     plan, request = COMPRESSES, Request.random(5)
     attention, pool = ReferenceAttention(plan, 0, Recent()), torch.zeros(20 * plan.layout.page_elements)
     step = attention.begin(Batch([5, 0], [5, 0], [0, 5, 6]), torch.arange(40, dtype=torch.int32).view(2, 20) % 20)
-    padded = [torch.cat([part[0, :5], part[0, :3]]) for part in (request.q, request.k, request.v)]
-    out = torch.full_like(padded[0], 7.0)
-    attention.attend(0, *padded, pool, step, out)
+    q, k, v = (torch.cat([part[0, :5], part[0, :3]]) for part in (request.q, request.k, request.v))
+    out = torch.full_like(q, 7.0)
+    attention.attend(0, q, k, v, pool, step, out)
     assert torch.equal(out[5:], torch.full_like(out[5:], 7.0))

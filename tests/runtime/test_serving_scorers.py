@@ -1,11 +1,13 @@
 import pytest
 
-torch = pytest.importorskip("torch", reason="scorers take torch tensors")
+pytest.importorskip("torch", reason="scorers take torch tensors")
 
-from tangram_plan.runtime.serving_scorers import KeyAnchor, Recent, ServingScorer  # noqa: E402
+import torch
+
+from tangram_plan.runtime.serving_scorers import KeyAnchor, Recent, ServingScorer
 
 
-def _keys(num_tokens: int = 12) -> "torch.Tensor":
+def _keys(num_tokens: int = 12) -> torch.Tensor:
     return torch.randn(num_tokens, 3, 8, generator=torch.Generator().manual_seed(0))
 
 

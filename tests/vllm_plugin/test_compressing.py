@@ -4,12 +4,14 @@ import math
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the masked model is torch")
+pytest.importorskip("torch", reason="the masked model is torch")
 
-from tangram_plan.ir import KVHead, Plan  # noqa: E402
-from tests.engine_runs import Served  # noqa: E402
-from tests.engines import ALONE, LONG_ANSWER, NUM_SHORT, SINK_TOKENS, TEXT_TOKENS, Engines  # noqa: E402
-from tests.masked_model import masked_logprobs, seen_tokens  # noqa: E402
+import torch
+
+from tangram_plan.ir import KVHead, Plan
+from tests.engine_runs import Served
+from tests.engines import ALONE, LONG_ANSWER, NUM_SHORT, SINK_TOKENS, TEXT_TOKENS, Engines
+from tests.masked_model import masked_logprobs, seen_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +27,7 @@ def text(engines: Engines, compressing: Served) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def masked(engines: Engines, plan: Plan, text: list[int]) -> "torch.Tensor":
+def masked(engines: Engines, plan: Plan, text: list[int]) -> torch.Tensor:
     """Log-probabilities of a model whose masks are the plan's, in its own words."""
     part_kept = {kv_head: plan.grouping.groups[group].rho / 65536 for _, group, _, kv_head in plan.grouping.columns()}
     masks = {
@@ -67,7 +69,7 @@ def test_a_request_alone_says_what_it_says_in_a_batch(compressing: Served) -> No
 
 
 def test_a_prompt_is_as_probable_as_to_the_masked_model(
-    compressing: Served, text: list[int], masked: "torch.Tensor"
+    compressing: Served, text: list[int], masked: torch.Tensor
 ) -> None:
     found = compressing.prompt_logprobs[TEXT][0]
     assert len(found) == TEXT_TOKENS - 1
@@ -79,7 +81,7 @@ def test_a_prompt_is_as_probable_as_to_the_masked_model(
     assert max(errors) < 1e-3
 
 
-def test_an_answer_is_distributed_as_by_the_masked_model(compressing: Served, masked: "torch.Tensor") -> None:
+def test_an_answer_is_distributed_as_by_the_masked_model(compressing: Served, masked: torch.Tensor) -> None:
     found = compressing.logprobs[TEXT][0]
     errors, divergences = [], []
     for position, expected in zip(found, masked[TEXT_TOKENS - 1 :], strict=False):
@@ -95,7 +97,7 @@ def test_an_answer_is_distributed_as_by_the_masked_model(compressing: Served, ma
 
 
 def test_the_masked_model_would_see_another_selection(
-    engines: Engines, plan: Plan, text: list[int], masked: "torch.Tensor"
+    engines: Engines, plan: Plan, text: list[int], masked: torch.Tensor
 ) -> None:
     causal = torch.ones(len(text), len(text), dtype=torch.bool).tril()
     full = masked_logprobs(engines.model, text, dict.fromkeys(plan.model.kv_heads(), causal))
