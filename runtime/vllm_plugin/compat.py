@@ -1,15 +1,18 @@
 """All that this plugin knows of vLLM's insides: what it subclasses, which attributes it reads, and what differs between versions.
 
-Imported only where vLLM runs. A version outside `TESTED_VERSIONS` is refused when a plan is to be served, never before.
+Imported only where vLLM runs. A version outside `TESTED_VERSIONS` is warned of when a plan is to be served, never before.
 """
 
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import vllm
+from fastapi import HTTPException
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
@@ -30,6 +33,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
+from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from tangram_plan.ir import TangramError
 
@@ -48,40 +52,42 @@ __all__ = [
     "CommonAttentionMetadata",
     "FullAttentionManager",
     "FullAttentionSpec",
+    "HTTPException",
+    "LogitsProcessor",
     "MultipleOf",
     "Request",
     "Scheduler",
     "SchedulerOutput",
     "Worker",
     "attention_layers",
-    "check_version",
+    "engine_config",
+    "log",
     "memory_of_model",
+    "model_config_json",
+    "model_facts",
     "on_cpu",
+    "parse_serve_options",
     "prompt_tokens_of",
     "register_spec",
+    "settings_of",
     "tensor_parallel_rank",
     "use_v1_runner",
+    "version_warning",
+    "without_output_tokens",
 ]
 
 TESTED_VERSIONS = {"cpu": ("0.32.0",), "cuda": ("0.26.0",)}
 
+log = init_logger("vllm.tangram_plan")  # below vLLM's own, so that it is seen where vLLM's is
 
-def check_version() -> None:
-    """That this version of vLLM was tested.
 
-    Raises:
-        TangramError: it was not.
-    """
+def version_warning() -> str:
+    """One line if this version of vLLM was not tested; else empty."""
     platform = "cpu" if on_cpu() else "cuda"
-    version = vllm.__version__.split("+")[0]
-    if version not in TESTED_VERSIONS[platform]:
-        tested = ", ".join(TESTED_VERSIONS[platform])
-        raise TangramError(
-            f"this version of vLLM is not tested on {platform}",
-            got=version,
-            expected=tested,
-            fix=f"install vLLM {tested}",
-        )
+    version, tested = vllm.__version__.split("+")[0], ", ".join(TESTED_VERSIONS[platform])
+    if version in TESTED_VERSIONS[platform]:
+        return ""
+    return f"vLLM {version} was not tested with plans on {platform}: tested is {tested}"
 
 
 def on_cpu() -> bool:
@@ -98,6 +104,109 @@ def register_spec(spec: type, manager: type) -> None:
 def use_v1_runner(worker: Any) -> None:
     """Have a worker build the first model runner: the second computes widths of block tables without asking the spec (0.26)."""
     worker.use_v2_model_runner = False
+
+
+def parse_serve_options(options: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
+    """What `vllm serve` makes of its options, and those of them that differ from their defaults.
+
+    Raises:
+        TangramError: vLLM does not know one, or not its value.
+    """
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    def refuse(message: str) -> None:
+        raise TangramError(
+            "vLLM refuses its options", where="vllm serve", got=message, fix="see `vllm serve --help=all`"
+        )
+
+    parser = FlexibleArgumentParser(prog="vllm")
+    (command,) = cmd_init()
+    serve = command.subparser_init(parser.add_subparsers(dest="subparser"))
+    parser.error = serve.error = refuse
+    try:
+        parsed = parser.parse_args(["serve", *options])
+        command.validate(parsed)
+    except (ValueError, TypeError, OSError) as error:
+        refuse(str(error).splitlines()[0])
+    given = {name: value for name, value in vars(parsed).items() if value != serve.get_default(name)}
+    return parsed, given
+
+
+def engine_config(parsed: Namespace) -> Any:
+    """The configuration of the engine that a server with these options starts.
+
+    Raises:
+        TangramError: vLLM refuses it.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    parsed.model = parsed.model_tag or parsed.model
+    try:
+        arguments = AsyncEngineArgs.from_cli_args(parsed)
+        return arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        what = lines[2] if len(lines) > 2 and "validation error" in lines[0] else (lines or [repr(error)])[0]
+        raise TangramError("vLLM refuses its options", where="vllm serve", got=what) from error
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """What an engine is configured to do, under the names of vLLM's engine arguments."""
+    model, cache, parallel, scheduler = (
+        config.model_config,
+        config.cache_config,
+        config.parallel_config,
+        config.scheduler_config,
+    )
+    multimodal = model.multimodal_config
+    settings: dict[str, Any] = {
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "speculative_config": config.speculative_config and config.speculative_config.method,
+        "kv_cache_dtype": cache.cache_dtype,
+        "dtype": model.dtype,
+        "runner": model.runner_type,
+        "modalities": "more than text" if multimodal and not multimodal.language_model_only else "text",
+        "kv_transfer_config": config.kv_transfer_config and config.kv_transfer_config.kv_connector,
+        "kv_events_config": config.kv_events_config,
+        "ec_transfer_config": getattr(config, "ec_transfer_config", None),
+        "attention_backend": config.attention_config.backend,
+        "block_size": cache.block_size if cache.user_specified_block_size else None,
+        "max_model_len": model.max_model_len,
+    }
+    places = (
+        (cache, "kv_offloading_size kv_sharing_fast_prefill calculate_kv_scales"),
+        (parallel, "tensor_parallel_size pipeline_parallel_size data_parallel_size enable_dbo ubatch_size"),
+        (parallel, "decode_context_parallel_size prefill_context_parallel_size"),
+        (scheduler, "max_num_batched_tokens max_num_seqs long_prefill_token_threshold max_num_partial_prefills"),
+    )
+    for place, names in places:
+        settings |= {name: getattr(place, name) for name in names.split() if hasattr(place, name)}
+    return settings
+
+
+def model_facts(config: Any) -> dict[str, Any]:
+    """What an engine's model is, under the names of `refusals.planned_facts`."""
+    model = config.model_config
+    return {
+        "number of layers": model.get_total_num_hidden_layers(),
+        "number of KV heads": model.get_total_num_kv_heads(),
+        "head_dim": model.get_head_size(),
+        "hidden_size": model.get_hidden_size(),
+        "vocab_size": model.get_vocab_size(),
+    }
+
+
+def model_config_json(config: Any) -> dict[str, Any]:
+    """The `config.json` of an engine's model."""
+    return dict(config.model_config.hf_config.to_dict())
+
+
+def without_output_tokens(runner: Any) -> None:
+    """Have a runner not wait for every step's tokens, as it does for logits processors that look at them; ours does not."""
+    if all(str(name).startswith(f"{__package__}.") for name in runner.model_config.logits_processors or ()):
+        runner.input_batch.logitsprocs_need_output_token_ids = False
 
 
 @contextmanager

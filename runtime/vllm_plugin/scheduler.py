@@ -4,7 +4,8 @@ from typing import Any
 
 from tangram_plan.ir import next_boundary
 
-from .compat import AsyncScheduler, Request, Scheduler
+from .capacity import capacity_lines, check_pool
+from .compat import AsyncScheduler, Request, Scheduler, log, version_warning
 from .manager import PageManager
 
 
@@ -17,6 +18,8 @@ class CompressedScheduler(Scheduler):
         assert isinstance(manager, PageManager), "the plugin is not registered in this process"
         manager.prompt_tokens = lambda request_id: self.requests[request_id].num_prompt_tokens
         self.plan = manager.kv_cache_spec.plan
+        self.num_pages = self.kv_cache_config.num_blocks - 1  # the first is the null page
+        check_pool(self.plan, self.num_pages, self.max_model_len)
         self.need_mamba_block_aligned_split = True  # asks the method below how many tokens a step takes
 
     def _mamba_block_aligned_split(
@@ -42,4 +45,8 @@ class CompressedAsyncScheduler(CompressedScheduler, AsyncScheduler):
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     """The `scheduler_cls` of an engine with a plan: the scheduler that its configuration asks for."""
     kind = CompressedAsyncScheduler if vllm_config.scheduler_config.async_scheduling else CompressedScheduler
-    return kind(vllm_config=vllm_config, **kwargs)
+    scheduler = kind(vllm_config=vllm_config, **kwargs)
+    if warning := version_warning():
+        log.warning("%s", warning)
+    log.info("\n".join(capacity_lines(scheduler.plan, scheduler.num_pages, scheduler.max_model_len)))
+    return scheduler

@@ -1,5 +1,6 @@
 """vLLM's worker with two changes: planned layers attend through the runtime, and the cache is one pool of the plan's pages."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,31 @@ from .backend import CompressedBackend, CompressedImpl
 from .compat import (
     Worker,
     attention_layers,
-    check_version,
     memory_of_model,
     on_cpu,
     prompt_tokens_of,
     tensor_parallel_rank,
     use_v1_runner,
+    without_output_tokens,
 )
 from .engine import Engine
+from .refusals import check_engine
 from .spec import PageSpec, load_plan, spec_head_size
 
 
 class CompressedWorker(Worker):
     """The `worker_cls` of an engine with a plan."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_version()
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        self.artefact = str(vllm_config.additional_config[PLAN_KEY])
+        check_engine(vllm_config, load_plan(self.artefact), os.environ)
+        super().__init__(vllm_config, *args, **kwargs)
         use_v1_runner(self)
-        self.artefact = str(self.vllm_config.additional_config[PLAN_KEY])
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then put the runtime in the place of the attention of its planned layers."""
         super().load_model(*args, **kwargs)
+        without_output_tokens(self.model_runner)
         plan = load_plan(self.artefact)
         attention = self._make_attention(plan)
         self._attention = attention
