@@ -226,6 +226,51 @@ def reorder(
     log(f"wrote {output}: KV heads in the order {plan.head_order.hash[:12]}", quiet=quiet)
 
 
+ServedModel = Annotated[str, typer.Option(metavar="MODEL", help="Folder or id of the model, as `vllm serve` takes it.")]
+PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command(context_settings=PASS_ON)
+def serve(
+    context: typer.Context,
+    artefact: Artefact,
+    model: ServedModel,
+    print_line: Annotated[
+        bool, typer.Option("--print", help="Print the `vllm serve` line that would be started, and stop.")
+    ] = False,
+) -> None:
+    """Serve a model with its cache compressed as planned; every other option is one of `vllm serve`."""
+    from .serve import prepare_service, start
+
+    service = prepare_service(artefact, model, context.args)
+    if print_line:
+        sys.stdout.write(f"{service.line}\n")
+        return
+    log(service.line, quiet=False)
+    start(service)
+
+
+@app.command(context_settings=PASS_ON)
+def doctor(
+    context: typer.Context,
+    artefact: Artefact,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Folder or id of the model, as `vllm serve` takes it.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what would keep a plan from being served here, and what to do; options of `vllm serve` are checked, too."""
+    from .doctor import doctor_table, examine
+
+    result = examine(artefact, model, context.args)
+    if as_json:
+        print_data(result)
+    else:
+        print_tables(doctor_table(result))
+    if not result["ok"]:
+        raise typer.Exit(CHECK_FAILED)
+
+
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of model.yaml."""

@@ -60,6 +60,7 @@ __all__ = [
     "SchedulerOutput",
     "Worker",
     "attention_layers",
+    "device_name",
     "engine_config",
     "log",
     "memory_of_model",
@@ -95,6 +96,13 @@ def on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def device_name() -> str:
+    """Of the first GPU; empty if this vLLM is for GPUs and finds none."""
+    if not current_platform.is_cuda_alike() or not torch.cuda.is_available():
+        return ""
+    return str(current_platform.get_device_name())
+
+
 def register_spec(spec: type, manager: type) -> None:
     """Name the manager of a kind of cache; again is harmless. The registry only fills itself while it is empty: so first of all."""
     KVCacheSpecRegistry._ensure_registered()  # noqa: SLF001
@@ -128,7 +136,7 @@ def parse_serve_options(options: Sequence[str]) -> tuple[Namespace, dict[str, An
         parsed = parser.parse_args(["serve", *options])
         command.validate(parsed)
     except (ValueError, TypeError, OSError) as error:
-        refuse(str(error).splitlines()[0])
+        refuse(_first_reason(str(error) or repr(error)))
     given = {name: value for name, value in vars(parsed).items() if value != serve.get_default(name)}
     return parsed, given
 
@@ -147,9 +155,15 @@ def engine_config(parsed: Namespace) -> Any:
         arguments = AsyncEngineArgs.from_cli_args(parsed)
         return arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        what = lines[2] if len(lines) > 2 and "validation error" in lines[0] else (lines or [repr(error)])[0]
+        what = _first_reason(str(error) or repr(error))
         raise TangramError("vLLM refuses its options", where="vllm serve", got=what) from error
+
+
+def _first_reason(message: str) -> str:
+    """Of an error of vLLM's or pydantic's, what a person needs."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    reasons = [line.removeprefix("Value error, ") for line in lines if line.startswith("Value error, ")]
+    return [*reasons, *lines][0].split(" [type=")[0]
 
 
 def settings_of(config: Any) -> dict[str, Any]:
