@@ -136,7 +136,10 @@ def test_reordered_model_gives_the_same_logits(name: str, tmp_path: Path) -> Non
     order = random_order(shape)
     reorder_checkpoint(tmp_path / "model", shape, order, tmp_path / "out")
     reordered = type(model).from_pretrained(tmp_path / "out").eval()
-    torch.testing.assert_close(logits(reordered), logits(model))
+    # In float64, so that what sums in another order leaves on some CPUs does not count; models round parts to float32 themselves.
+    for one in (reordered, model):
+        one.double().set_experts_implementation("eager")
+    torch.testing.assert_close(logits(reordered), logits(model), rtol=1.3e-6, atol=1e-5)
     assert reordered.config.to_dict()["tangram_head_order"] == order.hash
     before, after = tensors(tmp_path / "model"), tensors(tmp_path / "out")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
