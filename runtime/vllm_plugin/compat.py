@@ -70,6 +70,7 @@ __all__ = [
     "parse_serve_options",
     "prompt_tokens_of",
     "register_spec",
+    "run_server",
     "settings_of",
     "tensor_parallel_rank",
     "use_v1_runner",
@@ -131,6 +132,7 @@ def parse_serve_options(options: Sequence[str]) -> tuple[Namespace, dict[str, An
     parser = FlexibleArgumentParser(prog="vllm")
     (command,) = cmd_init()
     serve = command.subparser_init(parser.add_subparsers(dest="subparser"))
+    serve.set_defaults(dispatch_function=command.cmd)
     parser.error = serve.error = refuse
     try:
         parsed = parser.parse_args(["serve", *options])
@@ -139,6 +141,15 @@ def parse_serve_options(options: Sequence[str]) -> tuple[Namespace, dict[str, An
         refuse(_first_reason(str(error) or repr(error)))
     given = {name: value for name, value in vars(parsed).items() if value != serve.get_default(name)}
     return parsed, given
+
+
+def run_server(options: Sequence[str]) -> None:
+    """What the command `vllm serve` does."""
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+
+    cli_env_setup()
+    parsed, _ = parse_serve_options(options)
+    parsed.dispatch_function(parsed)
 
 
 def engine_config(parsed: Namespace) -> Any:
