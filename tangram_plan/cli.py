@@ -420,6 +420,46 @@ def bench_evict(
     _print_figures(figures, evict_tables(figures), output, as_json=as_json)
 
 
+@bench_app.command("serve", context_settings=PASS_ON)
+def bench_serve(
+    context: typer.Context,
+    artefact: Artefact,
+    model: ServedModel,
+    workloads: Annotated[
+        list[str],
+        typer.Option("-w", "--workload", metavar="REQUESTSxPROMPT+NEW", help="As 16x65536+1024; more than once."),
+    ],
+    kv_gib: Annotated[float, typer.Option(help="GiB for keys and values, the same for both engines.")],
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second, of a Poisson process; without it all arrive at once.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    only: Annotated[str | None, typer.Option(metavar="stock|plan", help="Measure one engine.")] = None,
+    output: FiguresFile = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Serve the same requests by stock vLLM and from a plan; every other option is one of `vllm serve`, for both."""
+    from .bench.serve import PLAN, STOCK, Workload, serve_table
+    from .bench.serve import bench_serve as measure
+
+    if only not in (None, PLAN, STOCK):
+        raise TangramError("there is no such engine", where="--only", got=only, expected=f"{STOCK} or {PLAN}")
+    parsed = [Workload.parse(text) for text in workloads]
+    figures = measure(
+        artefact,
+        model,
+        context.args,
+        parsed,
+        kv_gib=kv_gib,
+        rate=rate,
+        seed=seed,
+        engines=(only,) if only else (STOCK, PLAN),
+        quiet=quiet,
+    )
+    _print_figures(figures, serve_table(figures), output, as_json=as_json)
+
+
 @bench_app.command("tune")
 def bench_tune(
     artefact: Artefact,

@@ -32,6 +32,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.request import Request
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
@@ -52,6 +53,7 @@ __all__ = [
     "CommonAttentionMetadata",
     "FullAttentionManager",
     "FullAttentionSpec",
+    "Gauge",
     "HTTPException",
     "LogitsProcessor",
     "MultipleOf",
@@ -72,6 +74,7 @@ __all__ = [
     "register_spec",
     "run_server",
     "settings_of",
+    "start_engine",
     "tensor_parallel_rank",
     "use_v1_runner",
     "version_warning",
@@ -259,3 +262,40 @@ def prompt_tokens_of(runner: Any, num_reqs: int) -> list[int]:
     batch = runner.input_batch
     live = min(num_reqs, batch.num_reqs)
     return [*batch.num_prompt_tokens[:live].tolist(), *[0] * (num_reqs - live)]
+
+
+class Gauge(StatLoggerBase):
+    """What an engine's steps say of its load, since it was last reset; made before the engine, which takes it for a factory."""
+
+    def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:  # noqa: ARG002 - vLLM's signature
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.most_running, self.preemptions = 0, 0
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,  # noqa: ARG002 - vLLM's signature
+        engine_idx: int = 0,  # noqa: ARG002 - vLLM's signature
+    ) -> None:
+        """See `StatLoggerBase.record`."""
+        if scheduler_stats:
+            self.most_running = max(self.most_running, scheduler_stats.num_running_reqs)
+        if iteration_stats:
+            self.preemptions += iteration_stats.num_preempted_reqs
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+def start_engine(options: Sequence[str], gauge: Gauge) -> Any:
+    """The engine that `vllm serve` with these options would start, in a process of its own; its front end is this process."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    parsed, _ = parse_serve_options(options)
+    parsed.model = parsed.model_tag or parsed.model
+    return AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(parsed), stat_loggers=[lambda *_: gauge])
