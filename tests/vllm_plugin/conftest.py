@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +12,10 @@ from tests.engines import ALONE, TEXT_TOKENS, Engines
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    """In a folder of this session, or in the one that TANGRAM_ENGINES names, where model and plans may lie already."""
     base = tmp_path_factory.getbasetemp()
-    return Engines.start((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "engines")
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return Engines.start(Path(os.environ.get("TANGRAM_ENGINES", shared / "engines")))
 
 
 @pytest.fixture(scope="session")
