@@ -4,8 +4,9 @@ Imported only where vLLM runs. A version outside `TESTED_VERSIONS` is warned of 
 """
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ __all__ = [
     "model_config_json",
     "model_facts",
     "on_cpu",
+    "parse_engine_options",
     "parse_serve_options",
     "prompt_tokens_of",
     "register_spec",
@@ -291,11 +293,28 @@ class Gauge(StatLoggerBase):
         """Nothing to say."""
 
 
-def start_engine(options: Sequence[str], gauge: Gauge) -> Any:
-    """The engine that `vllm serve` with these options would start, in a process of its own; its front end is this process."""
+def parse_engine_options(options: Sequence[str]) -> dict[str, Any]:
+    """Engine arguments that options of the command line stand for, without those that are as they would be anyway.
+
+    Raises:
+        TangramError: vLLM does not know one, or not its value.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    def refuse(message: str) -> None:
+        raise TangramError("vLLM refuses its options", where="the command line", got=message)
+
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.error = refuse
+    parsed = vars(parser.parse_args(list(options)))
+    names = {field.name for field in fields(AsyncEngineArgs)}
+    return {name: value for name, value in parsed.items() if name in names and value != parser.get_default(name)}
+
+
+def start_engine(arguments: Mapping[str, Any], gauge: Gauge) -> Any:
+    """An engine in a process of its own; its front end is this process."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    parsed, _ = parse_serve_options(options)
-    parsed.model = parsed.model_tag or parsed.model
-    return AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(parsed), stat_loggers=[lambda *_: gauge])
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: gauge])

@@ -4,7 +4,7 @@ import asyncio
 import re
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -13,8 +13,9 @@ from typing import Any
 from rich.table import Table
 
 from tangram_plan.ir import KVDtype, Plan, TangramError, load_artefact, most_pages
+from tangram_plan.runtime.engine_args import engine_args
 from tangram_plan.runtime.vllm_plugin.refusals import least_token_budget
-from tangram_plan.serve import check_vllm, prepare_service
+from tangram_plan.serve import check_vllm
 from tangram_plan.terminal import log, new_table
 
 from .timing import read_bandwidth
@@ -91,7 +92,7 @@ def bench_serve(
     Args:
         artefact: folder that `build` wrote.
         model: folder or hub id.
-        options: any of `vllm serve`, for both engines; those that this chooses may be overridden.
+        options: any of `vllm serve` that are the engine's, for both; what this chooses may be chosen otherwise.
         workloads: one after the other.
         kv_gib: GiB for keys and values, of each engine.
         rate: requests per second of a Poisson process; by default all arrive at once.
@@ -111,8 +112,8 @@ def bench_serve(
     """
     check_vllm()
     plan = load_artefact(artefact)
-    common = _common_options(plan, workloads, kv_gib, options)
-    arguments = {STOCK: [model, *common], PLAN: list(prepare_service(artefact, model, common).options)}
+    common = {"model": model, **_room(plan, workloads, kv_gib), **_given(options)}
+    arguments = {STOCK: common, PLAN: engine_args(artefact, **common)}
     bandwidth, gpu = _gpu()
     runs: list[dict[str, Any]] = []
     for name in engines:
@@ -132,7 +133,7 @@ def bench_serve(
         "kv_gib": kv_gib,
         "rate": rate,
         "seed": seed,
-        "options": common,
+        "arguments": {name: str(value) for name, value in common.items()},
         "runs": runs,
     }
 
@@ -213,12 +214,12 @@ def weight_bytes(model: str, dtype: KVDtype) -> int:
 
 
 async def _serve_all(
-    options: Sequence[str], workloads: Iterable[Workload], rate: float | None, seed: int
+    arguments: Mapping[str, Any], workloads: Iterable[Workload], rate: float | None, seed: int
 ) -> list[tuple[Workload, dict[str, Any]]]:
     from tangram_plan.runtime.vllm_plugin.compat import Gauge, start_engine
 
     gauge = Gauge()
-    engine = start_engine(options, gauge)
+    engine = start_engine(arguments, gauge)
     try:
         await _serve(engine, Workload(1, WARM_UP_TOKENS, WARM_UP_TOKENS), None, seed)
         found = []
@@ -279,9 +280,15 @@ def _measure(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def _common_options(plan: Plan, workloads: Sequence[Workload], kv_gib: float, options: Sequence[str]) -> list[str]:
-    """What both engines are given: room for the workloads, and the same size of a step."""
-    longest = max(workload.tokens for workload in workloads)
+def _given(options: Sequence[str]) -> dict[str, Any]:
+    from tangram_plan.runtime.vllm_plugin.compat import parse_engine_options
+
+    return parse_engine_options(options)
+
+
+def _room(plan: Plan, workloads: Sequence[Workload], kv_gib: float) -> dict[str, Any]:
+    """Arguments of both engines: room for the workloads, and the same size of a step."""
+    longest, most = (max(getattr(workload, name) for workload in workloads) for name in ("tokens", "requests"))
     longest_answer = max(workload.new_tokens for workload in workloads)
     if longest_answer > plan.max_new_tokens:
         raise TangramError(
@@ -291,24 +298,18 @@ def _common_options(plan: Plan, workloads: Sequence[Workload], kv_gib: float, op
             expected=f"at most {plan.max_new_tokens}",
             fix="build the plan with a larger max_new_tokens",
         )
-    pages = most_pages(plan, longest)
-    if pages * plan.layout.page_bytes > kv_gib * 2**30:
+    kv_bytes, least = int(kv_gib * 2**30), most_pages(plan, longest) * plan.layout.page_bytes
+    if least > kv_bytes:
         raise TangramError(
-            "not one request fits",
-            where="--kv-gib",
-            got=kv_gib,
-            expected=f"at least {pages * plan.layout.page_bytes / 2**30:.2f}",
+            "not one request fits", where="--kv-gib", got=kv_gib, expected=f"at least {least / 2**30:.2f}"
         )
-    most = max(workload.requests for workload in workloads)
-    chosen = {
-        "--kv-cache-memory-bytes": int(kv_gib * 2**30),
-        "--max-model-len": longest,
-        "--max-num-seqs": most,
-        "--max-num-batched-tokens": least_token_budget(plan, most),
-        "--dtype": plan.layout.dtype.value,
+    return {
+        "kv_cache_memory_bytes": kv_bytes,
+        "max_model_len": longest,
+        "max_num_seqs": most,
+        "max_num_batched_tokens": least_token_budget(plan, most),
+        "dtype": plan.layout.dtype.value,
     }
-    given = {option.split("=")[0] for option in options}
-    return [*options, *(str(part) for pair in chosen.items() if pair[0] not in given for part in pair)]
 
 
 def _bound_ms(plan: Plan, model: str, workload: Workload, in_flight: int, engine: str, bandwidth: float) -> float:
