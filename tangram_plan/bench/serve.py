@@ -110,9 +110,10 @@ def bench_serve(
     Raises:
         TangramError: there is no vLLM, or something is refused.
     """
-    check_vllm()
     plan = load_artefact(artefact)
-    common = {"model": model, **_room(plan, workloads, kv_gib), **_given(options)}
+    room = _room(plan, workloads, kv_gib)
+    check_vllm()
+    common = {"model": model, **room, **_given(options)}
     arguments = {STOCK: common, PLAN: engine_args(artefact, **common)}
     bandwidth, gpu = _gpu()
     runs: list[dict[str, Any]] = []
@@ -226,7 +227,7 @@ async def _serve_all(
         for workload in workloads:
             gauge.reset()
             answers = await _serve(engine, workload, rate, seed)
-            measured = {**_measure(answers), "in_flight": gauge.most_running, "preemptions": gauge.preemptions}
+            measured = {**measure(answers), "in_flight": gauge.most_running, "preemptions": gauge.preemptions}
             found.append((workload, measured))
         return found
     finally:
@@ -265,7 +266,8 @@ async def _ask(engine: Any, name: str, prompt: list[int], new_tokens: int, arriv
     return answer
 
 
-def _measure(answers: Sequence[Answer]) -> dict[str, Any]:
+def measure(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Times of `bench_serve`'s `runs`."""
     start = min(answer.arrival for answer in answers)
     first = sorted(answer.tokens[0] - answer.arrival for answer in answers)
     gaps = [b - a for answer in answers for a, b in zip(answer.tokens, answer.tokens[1:], strict=False)]
