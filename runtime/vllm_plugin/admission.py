@@ -10,6 +10,7 @@ larger length is refused, wherever it comes from:
 import json
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -40,7 +41,10 @@ def check_length(length: Any, most: int, *, where: str = "max_tokens") -> None:
     Raises:
         AdmissionError: it is.
     """
-    if isinstance(length, int) and length > most:
+    if isinstance(length, str):  # which the server takes for a number, too
+        with suppress(ValueError):
+            length = float(length)
+    if isinstance(length, int | float) and length > most:
         raise AdmissionError(
             "the answer could be longer than the plan admits",
             where=where,

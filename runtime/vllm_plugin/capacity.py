@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from tangram_plan.ir import Plan, TangramError, most_pages, plan_hash
 
 LENGTHS = (4096, 32768)  # tokens of prompt and answer, beside the longest that the engine admits
+ANSWER_SHARE = 8  # of these tokens, one in so many is the answer's, if the plan admits such a long one
 STOCK_BLOCK_TOKENS = 16
 
 
@@ -46,7 +47,7 @@ def capacity_lines(plan: Plan, num_pages: int, max_model_len: int) -> Iterator[s
     )
     yield f"{'prompt + answer':>20}  {'pages':>9}  {'of full':>7}  {'requests that fit':>17}  {'stock vLLM':>10}"
     for length in [*(length for length in LENGTHS if length < max_model_len), max_model_len]:
-        answer = min(plan.max_new_tokens, length - 1)
+        answer = min(plan.max_new_tokens, length // ANSWER_SHARE)
         pages = plan.num_pages(length - answer, length)
         full_bytes = stock_bytes(plan, length)
         share = pages * plan.layout.page_bytes / full_bytes

@@ -63,6 +63,7 @@ __all__ = [
     "SchedulerOutput",
     "Worker",
     "attention_layers",
+    "build_server",
     "device_name",
     "engine_config",
     "log",
@@ -121,7 +122,7 @@ def use_v1_runner(worker: Any) -> None:
 
 
 def parse_serve_options(options: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
-    """What `vllm serve` makes of its options, and those of them that differ from their defaults.
+    """What `vllm serve` makes of its options, and those that were given.
 
     Raises:
         TangramError: vLLM does not know one, or not its value.
@@ -142,10 +143,29 @@ def parse_serve_options(options: Sequence[str]) -> tuple[Namespace, dict[str, An
     try:
         parsed = parser.parse_args(["serve", *options])
         command.validate(parsed)
+        serve.set_defaults(**dict.fromkeys(vars(parsed)))
+        given = vars(parser.parse_args(["serve", *options]))
     except (ValueError, TypeError, OSError) as error:
         refuse(_first_reason(str(error) or repr(error)))
-    given = {name: value for name, value in vars(parsed).items() if value != serve.get_default(name)}
-    return parsed, given
+    return parsed, {name: value for name, value in given.items() if value is not None}
+
+
+def build_server(parsed: Namespace) -> None:
+    """Put a server together, as `run_server` does, but only when it has started an engine.
+
+    Raises:
+        ImportError: it needs a package that is not there.
+        TangramError: an option names what is not there.
+    """
+    try:
+        from vllm.entrypoints.launchers.app import build_app
+    except ModuleNotFoundError:  # 0.26
+        from vllm.entrypoints.openai.api_server import build_app
+
+    try:
+        build_app(parsed, ("generate",))
+    except (AttributeError, ValueError) as error:  # of a user's middleware
+        raise TangramError("vLLM refuses its options", where="vllm serve", got=error) from error
 
 
 def run_server(options: Sequence[str]) -> None:

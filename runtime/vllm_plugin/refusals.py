@@ -1,7 +1,8 @@
 """What an engine cannot do with a plan: each refusal is one line that names the option to change.
 
 `Settings` are vLLM's engine arguments under their own names, as far as they are known: the ones a user gave, or all that a
-configured engine has (`compat.settings_of`). So the same rules hold before the engine starts and inside it. Imports no vLLM.
+configured engine has (`compat.settings_of`). So the same rules hold before the engine starts and inside it. Imports no vLLM, and
+torch only to look at a plan.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +13,6 @@ from tangram_plan.ir import LayerKind, MismatchError, Plan, TangramError, check_
 
 Settings = Mapping[str, Any]
 
-SCORERS = ("recent",)
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -96,11 +96,19 @@ def check_engine(config: Any, plan: Plan, environment: Mapping[str, str]) -> Non
 
 def plan_refusals(plan: Plan) -> list[TangramError]:
     """What of a plan no engine serves yet, whatever its arguments."""
+    from tangram_plan.runtime.serving_scorers import SERVING_SCORERS
+
     found: list[TangramError] = []
-    try:
-        check_scorer(plan)
-    except TangramError as error:
-        found.append(error)
+    if plan.scorer not in SERVING_SCORERS:
+        found.append(
+            TangramError(
+                "this scorer does not serve yet",
+                where="plan: scorer",
+                got=plan.scorer,
+                expected=" or ".join(SERVING_SCORERS),
+                fix=f"build the plan with `--set scorer={next(iter(SERVING_SCORERS))}`",
+            )
+        )
     others = {layer.kind for layer in plan.model.layers if layer.kind is not LayerKind.FULL}
     if others:
         found.append(
@@ -113,22 +121,6 @@ def plan_refusals(plan: Plan) -> list[TangramError]:
             )
         )
     return found
-
-
-def check_scorer(plan: Plan) -> None:
-    """That the runtime has what the plan's scorer needs.
-
-    Raises:
-        TangramError: it does not.
-    """
-    if plan.scorer not in SCORERS:
-        raise TangramError(
-            "this scorer does not serve yet",
-            where="plan: scorer",
-            got=plan.scorer,
-            expected=", ".join(SCORERS),
-            fix=f"build the plan with `--set scorer={SCORERS[0]}`",
-        )
 
 
 def model_refusals(facts: Mapping[str, Any], plan: Plan) -> list[TangramError]:
@@ -155,7 +147,6 @@ def planned_facts(plan: Plan) -> dict[str, Any]:
     """What a plan says of its model, by name."""
     identity = dict(plan.model.identity)
     facts = {
-        "model_type": plan.model.model_type,
         "number of layers": len(plan.model.layers),
         "number of KV heads": max(layer.num_kv_heads for layer in plan.model.layers),
         "head_dim": plan.model.head_dim,
@@ -188,7 +179,7 @@ def _token_budget(settings: Settings, plan: Plan) -> TangramError | None:
 
 def _prefill_threshold(settings: Settings, plan: Plan) -> TangramError | None:
     threshold = settings.get("long_prefill_token_threshold") or 0
-    if settings.get("max_num_partial_prefills", 1) > 1 and not threshold:
+    if (settings.get("max_num_partial_prefills") or 1) > 1 and not threshold:
         threshold = int(settings.get("max_model_len") or 0) // 25  # what vLLM makes of it
     least = plan.compress_chunk_tokens + 1
     if not threshold or threshold >= least:
