@@ -9,7 +9,7 @@ from typing import Any
 from tangram_plan.ir import HEAD_ORDER_KEY, Plan, TangramError, check_head_order, load_artefact
 
 from .vllm_plugin import PLAN_KEY
-from .vllm_plugin.refusals import least_token_budget, model_refusals, option, refusals
+from .vllm_plugin.refusals import least_token_budget, model_refusals, option, plan_refusals, refusals
 
 PLUGIN = f"{__package__}.vllm_plugin"
 OURS = {
@@ -34,7 +34,7 @@ def engine_args(artefact: str | Path, **arguments: Any) -> dict[str, Any]:
     """
     artefact = Path(artefact).resolve()
     plan = load_artefact(artefact)
-    for error in refused_arguments(plan, arguments):
+    for error in refused_arguments(plan, artefact, arguments):
         raise error
     return {**arguments, **_needed(plan, artefact, arguments)}
 
@@ -84,9 +84,9 @@ def _text(entry: Any) -> str:
     return entry if isinstance(entry, str) and entry.startswith("/") else json.dumps(entry)
 
 
-def refused_arguments(plan: Plan, arguments: Mapping[str, Any]) -> list[TangramError]:
+def refused_arguments(plan: Plan, artefact: Path, arguments: Mapping[str, Any]) -> list[TangramError]:
     """What is known to be refused before vLLM has seen the arguments."""
-    found = refusals(arguments, plan, os.environ)
+    found = [*plan_refusals(plan, artefact), *refusals(arguments, plan, os.environ)]
     for name, ours in OURS.items():
         if arguments.get(name) not in (None, "auto", ours):
             what = "the plan brings its own"

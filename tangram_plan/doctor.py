@@ -87,15 +87,14 @@ def _findings(artefact: Path, model: str | None, options: Sequence[str]) -> Iter
     except TangramError as error:
         yield _refusal("plan", error)
         return
-    can_ask = usable.verdict is not Verdict.REFUSED
     found = f"{plan_hash(plan)[:16]} for {plan.model.model_type}, {plan.provenance.rule}"
-    refused = plan_refusals(plan) if can_ask else []
+    refused = plan_refusals(plan, artefact)
     yield from _refusals("plan", refused, found)
     if model is None:
         return
     errors = model_errors(model, plan)
     yield from _refusals("model", errors, model)
-    if can_ask and not errors:
+    if usable.verdict is not Verdict.REFUSED and not errors:
         _, errors = inspect_service(artefact, model, options)
         known = {str(error) for error in refused}
         others = [error for error in errors if str(error) not in known]

@@ -72,7 +72,7 @@ def inspect_service(artefact: Path, model: str, options: Sequence[str]) -> tuple
 
     try:
         _, given = parse_serve_options([model, *options])
-        if errors := refused_arguments(plan, given):
+        if errors := refused_arguments(plan, artefact, given):
             return None, errors
         service = Service(plan, (model, *options, *server_options(server_args(plan, artefact, given))))
         parsed, _ = parse_serve_options(service.options)

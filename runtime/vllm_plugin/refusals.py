@@ -1,15 +1,17 @@
 """What an engine cannot do with a plan: each refusal is one line that names the option to change.
 
 `Settings` are vLLM's engine arguments under their own names, as far as they are known: the ones a user gave, or all that a
-configured engine has (`compat.settings_of`). So the same rules hold before the engine starts and inside it. Imports no vLLM, and
-torch only to look at a plan.
+configured engine has (`compat.settings_of`). So the same rules hold before the engine starts and inside it. Imports no vLLM.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tangram_plan.ir import LayerKind, MismatchError, Plan, TangramError, check_head_order
+
+from . import PLAN_KEY
 
 Settings = Mapping[str, Any]
 
@@ -51,14 +53,14 @@ def option(argument: str) -> str:
 
 
 def refusals(settings: Settings, plan: Plan, environment: Mapping[str, str]) -> list[TangramError]:
-    """Everything that these arguments ask for and a plan cannot give.
+    """Everything that arguments and environment ask for and a plan cannot give.
 
     Args:
         settings: arguments that are known; those that are not are passed over.
         plan: of the artefact.
         environment: variables of the process.
     """
-    found = [*plan_refusals(plan), *(rule.check(settings, plan) for rule in RULES)]
+    found = [rule.check(settings, plan) for rule in RULES]
     found += [_token_budget(settings, plan), _prefill_threshold(settings, plan), *_environment(environment)]
     return [error for error in found if error is not None]
 
@@ -73,7 +75,11 @@ def engine_refusals(config: Any, plan: Plan, environment: Mapping[str, str]) -> 
     """
     from .compat import model_config_json, model_facts, settings_of
 
-    found = [*refusals(settings_of(config), plan, environment), *model_refusals(model_facts(config), plan)]
+    found = [
+        *plan_refusals(plan, Path(config.additional_config[PLAN_KEY])),
+        *refusals(settings_of(config), plan, environment),
+        *model_refusals(model_facts(config), plan),
+    ]
     try:
         check_head_order(model_config_json(config), plan.head_order, where="--model")
     except TangramError as error:
@@ -94,19 +100,24 @@ def check_engine(config: Any, plan: Plan, environment: Mapping[str, str]) -> Non
         raise error
 
 
-def plan_refusals(plan: Plan) -> list[TangramError]:
-    """What of a plan no engine serves yet, whatever its arguments."""
+def plan_refusals(plan: Plan, artefact: Path) -> list[TangramError]:  # noqa: ARG001 - statistics will lie there
+    """What of a plan no engine serves, whatever its arguments.
+
+    Args:
+        plan: of the artefact.
+        artefact: its folder.
+    """
     from tangram_plan.runtime.serving_scorers import SERVING_SCORERS
 
     found: list[TangramError] = []
     if plan.scorer not in SERVING_SCORERS:
         found.append(
             TangramError(
-                "this scorer does not serve yet",
+                "this scorer does not serve",
                 where="plan: scorer",
                 got=plan.scorer,
                 expected=" or ".join(SERVING_SCORERS),
-                fix=f"build the plan with `--set scorer={next(iter(SERVING_SCORERS))}`",
+                fix="build the plan with one of these as `scorer`",
             )
         )
     others = {layer.kind for layer in plan.model.layers if layer.kind is not LayerKind.FULL}
