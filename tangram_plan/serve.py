@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tangram_plan.ir import MismatchError, Plan, TangramError, check_head_order, load_artefact
 from tangram_plan.runtime.engine_args import refused_arguments, server_args, server_options
-from tangram_plan.runtime.vllm_plugin.installed import INSTALL, quiet_vllm
-from tangram_plan.runtime.vllm_plugin.installed import check_vllm as check_vllm
+from tangram_plan.runtime.vllm_plugin.installed import INSTALL, check_vllm, quiet_vllm
 from tangram_plan.runtime.vllm_plugin.refusals import engine_refusals
 
 from .model_config import load_model_config, model_shape_from_config

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from tangram_plan.ir import KVDtype, Plan, TangramError, load_artefact, most_pages
 from tangram_plan.runtime.engine_args import engine_args
+from tangram_plan.runtime.vllm_plugin.installed import check_vllm
 from tangram_plan.runtime.vllm_plugin.refusals import least_token_budget
-from tangram_plan.serve import check_vllm
 from tangram_plan.terminal import log, new_table
 
 from .timing import read_bandwidth
