@@ -5,7 +5,6 @@ What pytest does to warnings, and what it imported before, so is no matter to th
 
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -53,7 +52,6 @@ class Run:
         arguments: of the engine, beside those of `START`.
         with_plugin: whether vLLM may load its plugins.
         own_process: whether the engine's core runs in a process of its own, as it does in a server.
-        aborts: after the loads, so many requests are aborted at any point of their life; no model computes them.
     """
 
     model: str
@@ -62,7 +60,6 @@ class Run:
     arguments: dict[str, Any] = field(default_factory=dict)
     with_plugin: bool = True
     own_process: bool = False
-    aborts: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,6 @@ class Served:
         preemptions: per load.
         steps: of all loads; none of an engine in its own process.
         free_pages: after each load.
-        free_pages_after_aborts: in the end.
     """
 
     num_pages: int
@@ -95,7 +91,6 @@ class Served:
     preemptions: list[int] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     free_pages: list[int] = field(default_factory=list)
-    free_pages_after_aborts: int = -1
 
 
 def serve(run: Run, folder: Path) -> None:
@@ -147,9 +142,6 @@ def _main(asked: Path, answered: Path) -> None:
         _ask(llm, load, served)
         if scheduler:
             served.free_pages.append(_free_pages(scheduler))
-    if run["aborts"]:
-        _abort(scheduler, run["aborts"])
-        object.__setattr__(served, "free_pages_after_aborts", _free_pages(scheduler))
     answered.write_text(json.dumps(asdict(served)))
 
 
@@ -215,31 +207,6 @@ def _watch(scheduler: Any, served: Served) -> None:
         return output
 
     scheduler.schedule = watched
-
-
-def _abort(scheduler: Any, aborts: int) -> None:
-    """Send requests of any length through the scheduler, answer in the model's place, and abort each at any point."""
-    from vllm import SamplingParams
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request, RequestStatus
-
-    chance = random.Random(0)
-    alive: list[str] = []
-    for number in range(aborts):
-        params = SamplingParams(max_tokens=chance.randint(2, 200), ignore_eos=True)
-        prompt = [1] * chance.randint(1, 300)
-        scheduler.add_request(Request(f"aborted-{number}", prompt, params, None))
-        alive.append(f"aborted-{number}")
-        for _ in range(chance.randint(0, 3)):
-            output = scheduler.schedule()
-            ids = list(output.num_scheduled_tokens)
-            done = {name: scheduler.requests[name].num_computed_tokens for name in ids}
-            sampled = [[1] if done[name] >= scheduler.requests[name].num_tokens else [] for name in ids]
-            answer = ModelRunnerOutput(ids, {name: index for index, name in enumerate(ids)}, sampled)
-            scheduler.update_from_output(output, answer)
-        while len(alive) > chance.randint(0, 12) or (alive and number == aborts - 1):
-            name = alive.pop(chance.randrange(len(alive)))
-            scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
 
 if __name__ == "__main__":

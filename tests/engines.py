@@ -36,7 +36,6 @@ SHORT_TOKENS = 512  # of prompt and answer, at most
 LONG_ANSWER = 80
 SINK_TOKENS = 32
 TEXT_TOKENS = 700  # of a prompt whose log-probabilities are compared
-ABORTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Engines:
         ]
 
     def under_pressure(self, ratio: float) -> Served:
-        """The second load in a pool that holds all its prompts, but not all its answers; then requests that are aborted."""
+        """The second load in a pool that holds all its prompts, but not all its answers."""
         artefact = self.artefact(ratio)
         plan = load_artefact(artefact)
         prompts = PROMPT_TOKENS[:NUM_SHORT]
@@ -122,5 +121,5 @@ class Engines:
             "max_model_len": SHORT_TOKENS,
             "kv_cache_memory_bytes": (num_pages + 1) * plan.layout.page_bytes,
         }
-        run = Run(str(self.model), str(artefact), self.loads()[1:], arguments, aborts=ABORTS)
+        run = Run(str(self.model), str(artefact), self.loads()[1:], arguments)
         return self.served(f"pressure-{ratio}", run)

@@ -46,11 +46,6 @@ def test_a_finished_load_gives_every_page_back(compressing: Served) -> None:
     assert set(compressing.free_pages) == {compressing.num_pages}
 
 
-def test_requests_that_are_aborted_at_any_point_give_every_page_back(engines: Engines) -> None:
-    served = engines.under_pressure(0.3)
-    assert served.free_pages_after_aborts == served.num_pages
-
-
 def test_compression_leaves_room_for_more(keeping_all: Served, compressing: Served) -> None:
     fewest = [min(step.free_pages for step in served.steps) / served.num_pages for served in (keeping_all, compressing)]
     assert 1 - fewest[1] < 0.5 * (1 - fewest[0])
