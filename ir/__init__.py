@@ -26,6 +26,15 @@ from .page_layout import KVDtype, PageLayout
 from .page_row import Reservation, group_pages_in_row, most_pages, reserve
 from .paths import user_path
 from .plan import KEEP_EVERYTHING, Plan, Provenance
+from .scorer_statistics import (
+    MEAN_KEYS,
+    SCORER_STATISTICS,
+    STATISTICS_FILE,
+    check_scorer,
+    missing_statistics,
+    needed_statistics,
+    verify_statistics,
+)
 from .text import parse_plan, plan_hash, print_json, print_plan
 from .verify import (
     verify_budgets,
@@ -45,12 +54,15 @@ __all__ = [
     "KEEP_EVERYTHING",
     "KERNELS_FOLDER",
     "MANIFEST",
+    "MEAN_KEYS",
     "ORIGINAL_ORDER",
     "PAGE_TABLE_KERNEL",
     "PAGE_TOKEN_ALIGNMENT",
     "REPORTS",
     "REPORT_CONTEXTS",
     "RHO_ONE",
+    "SCORER_STATISTICS",
+    "STATISTICS_FILE",
     "AttentionForm",
     "BudgetTable",
     "CheckFailedError",
@@ -80,13 +92,16 @@ __all__ = [
     "VerifyError",
     "artefact_strangers",
     "check_head_order",
+    "check_scorer",
     "decode_kernel_name",
     "eviction_kernel_name",
     "gather_kernel_name",
     "group_pages_in_row",
     "load_artefact",
     "memory_use",
+    "missing_statistics",
     "most_pages",
+    "needed_statistics",
     "next_boundary",
     "pages",
     "parse_plan",
@@ -107,4 +122,5 @@ __all__ = [
     "verify_partition",
     "verify_plan",
     "verify_saves_memory",
+    "verify_statistics",
 ]

@@ -4,6 +4,7 @@ OUT/manifest.json      this index: what the plan is bound to, and the SHA-256 of
 OUT/plan.json          the plan's text (`ir.text`)
 OUT/allocator.json     what the serving engine's allocator needs
 OUT/kernels/*.py       generated kernels
+OUT/statistics.npz     what the scorer needs, if it needs anything (`ir.scorer_statistics`)
 OUT/reports/           what depends on time or tool versions; not part of the artefact, not hashed
 """
 

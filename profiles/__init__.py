@@ -1,6 +1,6 @@
 """Calibration statistics: what a profile holds, its file form, and the profiles that ship."""
 
-from .profile import FloatArray, Level, Profile, Sample
+from .profile import FloatArray, Level, Profile, Sample, StatisticArray
 from .profile_file import BUILTIN, check_fractions, check_profile, find_profile, load_profile, save_profile
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Level",
     "Profile",
     "Sample",
+    "StatisticArray",
     "check_fractions",
     "check_profile",
     "find_profile",

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from tangram_plan.ir import KVHead, TangramError
 
 FloatArray = npt.NDArray[np.float64]
+StatisticArray = npt.NDArray[np.float32]
 
 
 class Level(StrEnum):
@@ -48,7 +49,7 @@ class Profile:
         ratios: requested retention ratios, rising.
         samples: the calibration inputs.
         retained: per level, float64 [samples, ratios, kv_heads] in [0, 1]: retained fraction of the tokens that competed.
-        mean_keys: float32 [kv_heads, head_dim], mean over tokens of normalised post-RoPE keys; None if not measured.
+        statistics: what serving scorers may need of the model, by the names of `ir.scorer_statistics`: float32 [kv_heads, ...].
     """
 
     model: str
@@ -58,7 +59,7 @@ class Profile:
     ratios: tuple[float, ...]
     samples: tuple[Sample, ...]
     retained: Mapping[Level, FloatArray]
-    mean_keys: npt.NDArray[np.float32] | None = None
+    statistics: Mapping[str, StatisticArray] = field(default_factory=dict)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -71,8 +72,8 @@ class Profile:
         digest = hashlib.sha256(json.dumps(self._header(), sort_keys=True).encode())
         for level in sorted(self.retained):
             digest.update(level.encode() + np.ascontiguousarray(self.retained[level], dtype="<f8").tobytes())
-        if self.mean_keys is not None:
-            digest.update(np.ascontiguousarray(self.mean_keys, dtype="<f4").tobytes())
+        for name, values in sorted(self.statistics.items()):
+            digest.update(f"{name}{values.shape}".encode() + np.ascontiguousarray(values, dtype="<f4").tobytes())
         return digest.hexdigest()
 
     def at_ratio(self, level: Level, ratio: float) -> FloatArray:

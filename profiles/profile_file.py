@@ -1,8 +1,10 @@
 """Profiles on disk: one `.npz` file per model and scorer, read without pickle, checked when it is opened.
 
-header      JSON text: format, model, model_fingerprint, scorer, kv_heads [[layer, head]], ratios, samples
-retained_*  float64 [samples, ratios, kv_heads] for every level that was measured
-mean_keys   float32 [kv_heads, head_dim], optional
+header        JSON text: format, model, model_fingerprint, scorer, kv_heads [[layer, head]], ratios, samples, statistics [name]
+retained_*    float64 [samples, ratios, kv_heads] for every level that was measured
+statistics_*  float32 [kv_heads, ...] for every name in the header
+
+Files of format 1 are read, too: their header names no statistics, and `mean_keys` may stand alone.
 """
 
 import contextlib
@@ -14,12 +16,12 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from tangram_plan.ir import KVHead, TangramError
+from tangram_plan.ir import MEAN_KEYS, KVHead, TangramError
 
-from .profile import FloatArray, Level, Profile, Sample
+from .profile import FloatArray, Level, Profile, Sample, StatisticArray
 
 BUILTIN = "builtin:"
-FORMAT = "tangram-profile/1"
+FORMAT, FORMAT_1 = "tangram-profile/2", "tangram-profile/1"
 DEFAULT_SCORER = "kvzip"  # whose profile is meant when a folder is named
 
 
@@ -35,6 +37,7 @@ class _Header(BaseModel):
     kv_heads: list[tuple[int, int]]
     ratios: list[float]
     samples: list[tuple[str, int, int]]
+    statistics: list[str] = []
 
 
 def find_profile(name: str, *, relative_to: Path = Path()) -> Path:
@@ -76,7 +79,9 @@ def load_profile(path: Path) -> Profile:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             header = _Header.model_validate_json(str(arrays["header"]))
             retained = {level: arrays[f"retained_{level}"] for level in Level if f"retained_{level}" in arrays}
-            mean_keys = arrays["mean_keys"] if "mean_keys" in arrays else None
+            statistics = {name: arrays[f"statistics_{name}"] for name in header.statistics}
+            if header.format == FORMAT_1 and MEAN_KEYS in arrays:
+                statistics[MEAN_KEYS] = arrays[MEAN_KEYS]
     except Exception as error:  # damaged files make numpy, zipfile, zlib and pydantic raise a dozen kinds
         raise TangramError(
             "not a profile file",
@@ -85,7 +90,7 @@ def load_profile(path: Path) -> Profile:
             expected=f"an .npz file of format {FORMAT}",
             fix="arrays of other tools come in by `tangram-plan profile import`",
         ) from error
-    if header.format != FORMAT:
+    if header.format not in (FORMAT, FORMAT_1):
         raise TangramError("unknown profile format", where=str(path), got=header.format, expected=FORMAT)
     profile = Profile(
         model=header.model,
@@ -95,7 +100,7 @@ def load_profile(path: Path) -> Profile:
         ratios=tuple(header.ratios),
         samples=tuple(Sample(source, context, num_tokens) for source, context, num_tokens in header.samples),
         retained=retained,
-        mean_keys=mean_keys,
+        statistics=statistics,
     )
     check_profile(profile, where=str(path))
     return profile
@@ -116,7 +121,7 @@ def save_profile(profile: Profile, path: Path) -> None:
                 "a file that is no profile would be replaced", where=str(path), fix="choose another place with -o"
             ) from error
     header = _Header.model_validate(
-        {"format": FORMAT, **profile._header()},  # noqa: SLF001 - the file form of the same value
+        {"format": FORMAT, **profile._header(), "statistics": sorted(profile.statistics)},  # noqa: SLF001 - the file form of the same value
         strict=False,
     )
     buffer = io.BytesIO()
@@ -124,8 +129,7 @@ def save_profile(profile: Profile, path: Path) -> None:
         "header": np.array(header.model_dump_json())
     }
     arrays |= {f"retained_{level}": profile.retained[level] for level in sorted(profile.retained)}
-    if profile.mean_keys is not None:
-        arrays["mean_keys"] = profile.mean_keys
+    arrays |= {f"statistics_{name}": profile.statistics[name] for name in sorted(profile.statistics)}
     np.savez_compressed(buffer, allow_pickle=False, **arrays)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -178,17 +182,23 @@ def check_profile(profile: Profile, *, where: str) -> None:
                 expected="some tokens of some KV head",
                 fix="drop that sample",
             )
-    if profile.mean_keys is not None and (profile.mean_keys.ndim != 2 or len(profile.mean_keys) != shape[2]):
+    for name, statistic in profile.statistics.items():
+        _check_statistic(statistic, shape[2], where=f"{where}, statistic {name}")
+
+
+def _check_statistic(values: StatisticArray, num_kv_heads: int, *, where: str) -> None:
+    if values.ndim < 1 or len(values) != num_kv_heads:
         raise TangramError(
-            "mean keys have the wrong shape",
-            where=where,
-            got=list(profile.mean_keys.shape),
-            expected=f"[{shape[2]}, head_dim]",
+            "statistic has the wrong shape", where=where, got=list(values.shape), expected=f"[{num_kv_heads}, ...]"
         )
-    if profile.mean_keys is not None and (
-        profile.mean_keys.dtype.kind != "f" or not np.isfinite(profile.mean_keys).all()
-    ):
-        raise TangramError("mean keys hold NaN or Inf", where=where, fix="calibrate again")
+    if values.dtype != np.float32 or not np.isfinite(values).all():
+        raise TangramError(
+            "statistic holds something else than finite numbers",
+            where=where,
+            got=values.dtype,
+            expected="finite float32",
+            fix="calibrate again",
+        )
 
 
 def check_fractions(values: FloatArray, kv_heads: tuple[KVHead, ...], *, where: str) -> None:

@@ -1,14 +1,16 @@
 """What ranks tokens while serving: pointwise functions of one token's key and position, and of statistics from calibration.
 
-To add one: write its class, and add an entry to SERVING_SCORERS.
+To add one: write its class, and add an entry to SERVING_SCORERS and to `SCORER_STATISTICS` of `ir.scorer_statistics`.
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from tangram_plan.ir import Plan, TangramError
+from tangram_plan.ir import MEAN_KEYS, STATISTICS_FILE, Plan, check_scorer, needed_statistics, verify_statistics
 
 from .eviction_reference import key_anchor_scores
 
@@ -50,21 +52,42 @@ class KeyAnchor:
         return key_anchor_scores(k, self.anchors[layer])
 
 
-SERVING_SCORERS: dict[str, Callable[[], ServingScorer]] = {"recent": Recent}
+Statistics = Mapping[str, Mapping[int, torch.Tensor]]  # name -> layer -> float32 [local KV heads, ...]
+
+SERVING_SCORERS: Mapping[str, Callable[[Statistics], ServingScorer]] = {
+    "recent": lambda _: Recent(),
+    "key_anchor": lambda statistics: KeyAnchor(statistics[MEAN_KEYS]),
+}
 
 
-def load_scorer(plan: Plan) -> ServingScorer:
-    """The scorer that a plan names.
+def load_scorer(plan: Plan, artefact: Path, rank: int, device: torch.device | str) -> ServingScorer:
+    """The scorer that a plan names, with what it needs of the model.
+
+    Args:
+        plan: of the artefact.
+        artefact: folder that `build` wrote.
+        rank: whose KV heads.
+        device: where its tensors lie.
 
     Raises:
-        TangramError: it cannot serve; `key_anchor` needs anchors, which no artefact carries yet.
+        TangramError: the scorer cannot serve, or the artefact lacks what it needs.
     """
-    if plan.scorer not in SERVING_SCORERS:
-        raise TangramError(
-            "scorer cannot serve",
-            where="the plan",
-            got=plan.scorer,
-            expected=f"one of {', '.join(SERVING_SCORERS)}",
-            fix="build the plan with `--set scorer=recent`",
-        )
-    return SERVING_SCORERS[plan.scorer]()
+    check_scorer(plan, artefact)
+    return SERVING_SCORERS[plan.scorer](_local_statistics(plan, artefact, rank, device))
+
+
+def _local_statistics(plan: Plan, artefact: Path, rank: int, device: torch.device | str) -> Statistics:
+    if not needed_statistics(plan):
+        return {}
+    path, shape = artefact / STATISTICS_FILE, plan.model
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name: torch.from_numpy(file[name]) for name in file}
+    verify_statistics({name: tuple(rows.shape) for name, rows in arrays.items()}, plan, where=str(path))
+    row_of = {kv_head: row for row, kv_head in enumerate(shape.kv_heads())}
+    local = {
+        layer: [row_of[kv_head] for kv_head in shape.local_kv_heads(layer, rank, plan.tensor_parallel)]
+        for layer in shape.planned_layers
+    }
+    return {
+        name: {layer: rows[numbers].to(device) for layer, numbers in local.items()} for name, rows in arrays.items()
+    }

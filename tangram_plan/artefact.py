@@ -2,16 +2,20 @@
 
 import contextlib
 import errno
+import io
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from tangram_plan.codegen import emit
 from tangram_plan.ir import (
     MANIFEST,
     REPORTS,
+    STATISTICS_FILE,
     Plan,
     TangramError,
     artefact_strangers,
@@ -21,15 +25,25 @@ from tangram_plan.ir import (
     seal_artefact,
 )
 from tangram_plan.ir.manifest import PLAN
+from tangram_plan.profiles import StatisticArray
+
+NO_STATISTICS: Mapping[str, StatisticArray] = {}
 
 
-def write_artefact(plan: Plan, reports: Mapping[str, Mapping[str, object]], output: Path) -> None:
-    """Write plan, allocator configuration, kernels, reports and, last, the manifest; replaces an artefact that is there.
+def write_artefact(
+    plan: Plan,
+    reports: Mapping[str, Mapping[str, object]],
+    output: Path,
+    *,
+    statistics: Mapping[str, StatisticArray] = NO_STATISTICS,
+) -> None:
+    """Write plan, allocator configuration, kernels, statistics, reports and, last, the manifest; replaces an artefact that is there.
 
     Args:
         plan: a verified plan.
         reports: file name without suffix -> content, for `OUT/reports`.
         output: the artefact's folder.
+        statistics: what the plan's scorer needs: see `ir.scorer_statistics`.
 
     Raises:
         TangramError: something else is at `output`, or it cannot be written; `output` is then as it was.
@@ -39,11 +53,20 @@ def write_artefact(plan: Plan, reports: Mapping[str, Mapping[str, object]], outp
     with _staged(output) as staging:
         emit(plan, plan_hash(plan), staging)
         (staging / PLAN).write_text(print_plan(plan), encoding="utf-8")
+        if statistics:
+            (staging / STATISTICS_FILE).write_bytes(_npz(statistics))
         (staging / REPORTS).mkdir()
         for name, report in reports.items():
             (staging / REPORTS / f"{name}.json").write_text(print_json(report), encoding="utf-8")
         seal_artefact(staging, plan)
         _swap(staging, output)
+
+
+def _npz(arrays: Mapping[str, StatisticArray]) -> bytes:
+    """Equal arrays give equal bytes."""
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **{name: arrays[name] for name in sorted(arrays)})
+    return buffer.getvalue()
 
 
 def check_place(output: Path) -> None:

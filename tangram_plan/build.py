@@ -18,6 +18,7 @@ from tangram_plan.ir import (
     PageLayout,
     Plan,
     TangramError,
+    needed_statistics,
     plan_hash,
     print_json,
 )
@@ -29,6 +30,7 @@ from .fitness import Fitness
 from .grouping import SolvedGrouping
 from .pipeline import Stage, compile_stages
 from .report import build_report, plan_summary, solver_report
+from .select_statistics import select_statistics
 from .terminal import log
 
 
@@ -69,14 +71,14 @@ def build_plan(
         if product.stage is last and last is not Stage.PLAN:
             return {product.stage.value: to_data(product.value)}
     plan = cast("Plan", products[Stage.PLAN])
-    solved = cast("SolvedGrouping", products[Stage.GROUPS])
-    report = build_report(
-        config, cast("Profile", products[Stage.PROFILE]), cast("Fitness", products[Stage.FITNESS]), solved
-    )
-    summary = plan_summary(plan, solver_report(config, solved))
+    profile, solved = cast("Profile", products[Stage.PROFILE]), cast("SolvedGrouping", products[Stage.GROUPS])
+    statistics = select_statistics(profile, plan)
+    report = build_report(config, profile, cast("Fitness", products[Stage.FITNESS]), solved)
+    missing = () if statistics else needed_statistics(plan)
+    summary = plan_summary(plan, solver_report(config, solved), missing_statistics=missing)
     if output is None or last is not None:
         return summary
-    write_artefact(plan, {"build": report}, output)
+    write_artefact(plan, {"build": report}, output, statistics=statistics)
     return summary | {"artefact": str(output)}
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tangram_plan.ir import CheckFailedError, MismatchError, TangramError, load_artefact
+from tangram_plan.ir import CheckFailedError, MismatchError, TangramError, load_artefact, missing_statistics
 from tangram_plan.profiles import Level
 
 from .terminal import err, log, print_data, print_tables
@@ -111,7 +111,8 @@ def show(artefact: Artefact, as_json: AsJson = False, quiet: Quiet = False) -> N
     from .report import plan_summary, read_solver_report
 
     plan = load_artefact(artefact)
-    summary = plan_summary(plan, read_solver_report(artefact)) | {"artefact": str(artefact)}
+    missing = missing_statistics(plan, artefact)
+    summary = plan_summary(plan, read_solver_report(artefact), missing_statistics=missing) | {"artefact": str(artefact)}
     _print_plan(summary, as_json=as_json)
 
 

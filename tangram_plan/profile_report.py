@@ -59,7 +59,7 @@ def profile_summary(profile: Profile) -> dict[str, Any]:
         "num_kv_heads": len(profile.kv_heads),
         "ratios": list(profile.ratios),
         "samples": [{"source": s.source, "context": s.context, "num_tokens": s.num_tokens} for s in profile.samples],
-        "mean_keys": profile.mean_keys is not None,
+        "statistics": {name: list(values.shape) for name, values in sorted(profile.statistics.items())},
         "levels": levels,
     }
 

@@ -1,7 +1,7 @@
 """What is said about a plan: as data for machines and reports, and as tables for a person."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,13 @@ def read_solver_report(artefact: Path) -> SolverReport | None:
         return None
 
 
-def plan_summary(plan: Plan, solver: SolverReport | None) -> dict[str, Any]:
+def plan_summary(plan: Plan, solver: SolverReport | None, *, missing_statistics: Sequence[str] = ()) -> dict[str, Any]:
     """A plan as data; the answer of `show --json`.
 
     Args:
         plan: a verified plan.
         solver: how its groups were found; None if that is lost.
+        missing_statistics: what its scorer needs and its artefact lacks.
     """
     return {
         "plan_hash": plan_hash(plan),
@@ -68,6 +69,7 @@ def plan_summary(plan: Plan, solver: SolverReport | None) -> dict[str, Any]:
         "profile": plan.provenance.profile,
         "rule": plan.provenance.rule,
         "scorer": plan.scorer,
+        "missing_statistics": list(missing_statistics),
         "kv_dtype": plan.layout.dtype.value,
         "tensor_parallel": plan.tensor_parallel,
         "head_order": plan.head_order.hash,
@@ -178,6 +180,12 @@ def plan_tables(summary: Mapping[str, Any]) -> RenderableType:
         )
         facts.add_row("ranks", f"{summary['tensor_parallel']}, {order}")
     facts.add_row("scorer", f"{summary['scorer']}, compressing every {summary['compress_chunk_tokens']} tokens")
+    if summary["missing_statistics"]:
+        missing = ", ".join(summary["missing_statistics"])
+        facts.add_row(
+            "warning",
+            f"cannot be served: the profile lacks {missing}, which the scorer needs; calibrate and build again",
+        )
 
     memory = new_table(
         "Memory of one request",

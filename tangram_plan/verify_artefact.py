@@ -2,13 +2,27 @@
 
 import contextlib
 import json
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import RenderableType
 
 from tangram_plan.codegen import allocator_config
-from tangram_plan.ir import ALLOCATOR_FILE, MANIFEST, REPORTS, Plan, TangramError, load_artefact, plan_hash, print_json
+from tangram_plan.ir import (
+    ALLOCATOR_FILE,
+    MANIFEST,
+    REPORTS,
+    STATISTICS_FILE,
+    MismatchError,
+    Plan,
+    TangramError,
+    load_artefact,
+    plan_hash,
+    print_json,
+    verify_statistics,
+)
 
 from .terminal import new_table
 
@@ -35,6 +49,8 @@ def verify_artefact(artefact: Path) -> dict[str, Any]:
         checks.append(_check("artefact", "hashes, schema and every invariant of the plan hold"))
         if not _allocator_is_the_plans(artefact, plan):
             checks.append(_check("allocator", f"{ALLOCATOR_FILE} is not the plan's; build it again", ok=False))
+        if not _statistics_fit(artefact, plan):
+            checks.append(_check("statistics", f"{STATISTICS_FILE} does not fit the plan; build it again", ok=False))
         results = _check_kernels(artefact, plan)
     except TangramError as error:
         checks.append(_check("artefact" if plan is None else "kernels", str(error), ok=False))
@@ -61,6 +77,18 @@ def _allocator_is_the_plans(artefact: Path, plan: Plan) -> bool:
     except (OSError, ValueError):
         return False
     return bool(found == json.loads(json.dumps(allocator_config(plan))))
+
+
+def _statistics_fit(artefact: Path, plan: Plan) -> bool:
+    path = artefact / STATISTICS_FILE
+    if not path.is_file():  # a plan that can be looked at, but not served
+        return True
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            verify_statistics({name: arrays[name].shape for name in arrays}, plan, where=str(path))
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, MismatchError):
+        return False
+    return True
 
 
 def _check_kernels(artefact: Path, plan: Plan) -> "list[KernelResult]":

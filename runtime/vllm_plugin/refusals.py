@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tangram_plan.ir import LayerKind, MismatchError, Plan, TangramError, check_head_order
+from tangram_plan.ir import LayerKind, MismatchError, Plan, TangramError, check_head_order, check_scorer
 
 from . import PLAN_KEY
 
@@ -100,26 +100,18 @@ def check_engine(config: Any, plan: Plan, environment: Mapping[str, str]) -> Non
         raise error
 
 
-def plan_refusals(plan: Plan, artefact: Path) -> list[TangramError]:  # noqa: ARG001 - statistics will lie there
+def plan_refusals(plan: Plan, artefact: Path) -> list[TangramError]:
     """What of a plan no engine serves, whatever its arguments.
 
     Args:
         plan: of the artefact.
         artefact: its folder.
     """
-    from tangram_plan.runtime.serving_scorers import SERVING_SCORERS
-
     found: list[TangramError] = []
-    if plan.scorer not in SERVING_SCORERS:
-        found.append(
-            TangramError(
-                "this scorer does not serve",
-                where="plan: scorer",
-                got=plan.scorer,
-                expected=" or ".join(SERVING_SCORERS),
-                fix="build the plan with one of these as `scorer`",
-            )
-        )
+    try:
+        check_scorer(plan, artefact)
+    except TangramError as error:
+        found.append(error)
     others = {layer.kind for layer in plan.model.layers if layer.kind is not LayerKind.FULL}
     if others:
         found.append(

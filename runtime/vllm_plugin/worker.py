@@ -76,7 +76,8 @@ class CompressedWorker(Worker):
 
     def _make_attention(self, plan: Plan) -> ReferenceAttention | KernelAttention:
         """The reference on CPUs, the kernels on GPUs; what they allocate is counted as the model's."""
-        rank, scorer = tensor_parallel_rank(), load_scorer(plan)
+        rank = tensor_parallel_rank()
+        scorer = load_scorer(plan, Path(self.artefact), rank, self.device)
         if on_cpu():
             return ReferenceAttention(plan, rank, scorer)
         limits = self.vllm_config.scheduler_config

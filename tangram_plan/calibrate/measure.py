@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from tangram_plan.ir import KVHead, TangramError
-from tangram_plan.profiles import FloatArray, Level
+from tangram_plan.ir import MEAN_KEYS, KVHead, TangramError
+from tangram_plan.profiles import FloatArray, Level, StatisticArray
 from tangram_plan.runtime.scorers import ALWAYS_KEPT, LayerAttention, Phase, Scorer
 
 from .model import LoadedModel, Prompt
@@ -33,11 +33,11 @@ class SampleResult:
 
     Args:
         retained: per scorer and level, float64 [ratios, kv_heads].
-        mean_keys: float32 [kv_heads, head_dim], mean over the context of L2-normalised post-RoPE keys.
+        statistics: by the names of `ir.scorer_statistics`, means over the context: float32 [kv_heads, ...].
     """
 
     retained: dict[str, dict[Level, FloatArray]]
-    mean_keys: npt.NDArray[np.float32]
+    statistics: dict[str, StatisticArray]
 
 
 def measure_sample(
@@ -49,7 +49,7 @@ def measure_sample(
         SampleRejectedError: a KV head's scores are not finite, or all equal.
         TangramError: the model's attention cannot be observed.
     """
-    scores, mean_keys = score_sample(loaded, prompt, scorers)
+    scores, statistics = score_sample(loaded, prompt, scorers)
     kv_heads = tuple(loaded.shape.kv_heads())
     for scorer, values in scores.items():
         check_scores(values, kv_heads, scorer)
@@ -57,16 +57,16 @@ def measure_sample(
         scorer: {level: retained_fractions(values, kv_heads, ratios, level) for level in Level}
         for scorer, values in scores.items()
     }
-    return SampleResult(retained, mean_keys)
+    return SampleResult(retained, statistics)
 
 
 def score_sample(
     loaded: LoadedModel, prompt: Prompt, scorers: Sequence[Scorer]
-) -> tuple[dict[str, ScoreArray], npt.NDArray[np.float32]]:
-    """Scores of every planned KV head and context token.
+) -> tuple[dict[str, ScoreArray], dict[str, StatisticArray]]:
+    """Scores of every planned KV head and context token, and statistics of the context.
 
     Returns:
-        Per scorer float32 [kv_heads, tokens], and the mean keys, float32 [kv_heads, head_dim].
+        Per scorer float32 [kv_heads, tokens], and per statistic float32 [kv_heads, ...].
 
     Raises:
         TangramError: the model's attention cannot be observed.
@@ -116,7 +116,7 @@ def score_sample(
     rows = {scorer.name: [scores[scorer.name, layer] for layer in layers] for scorer in scorers}
     return (
         {name: torch.cat(values).cpu().numpy() for name, values in rows.items()},
-        torch.cat([mean_keys[layer] for layer in layers]).cpu().numpy(),
+        {MEAN_KEYS: torch.cat([mean_keys[layer] for layer in layers]).cpu().numpy()},
     )
 
 

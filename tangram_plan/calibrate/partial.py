@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from tangram_plan.ir import TangramError
 from tangram_plan.profiles import Level
@@ -21,6 +22,7 @@ from tangram_plan.profiles import Level
 from .measure import SampleResult
 
 FOLDER = ".partial"
+STATISTICS = "statistics"  # no scorer is called so
 
 
 def sample_key(**settings: object) -> str:
@@ -40,7 +42,9 @@ class PartialResults:
             content = io.BytesIO((self._folder / f"{key}.npz").read_bytes())  # np.load leaves a broken file open
             with np.load(content, allow_pickle=False) as arrays:
                 retained = {name: {level: arrays[f"{name}/{level}"] for level in Level} for name in scorers}
-                return SampleResult(retained, arrays["mean_keys"])
+                prefix = f"{STATISTICS}/"
+                statistics = {name.removeprefix(prefix): arrays[name] for name in arrays if name.startswith(prefix)}
+                return SampleResult(retained, statistics)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             return None
 
@@ -51,10 +55,11 @@ class PartialResults:
             TangramError: it cannot be written.
         """
         buffer = io.BytesIO()
-        arrays = {
+        arrays: dict[str, npt.NDArray[np.floating]] = {
             f"{name}/{level}": values for name, levels in result.retained.items() for level, values in levels.items()
         }
-        np.savez(buffer, allow_pickle=False, mean_keys=result.mean_keys, **arrays)
+        arrays |= {f"{STATISTICS}/{name}": values for name, values in result.statistics.items()}
+        np.savez(buffer, allow_pickle=False, **arrays)
         try:
             self._write(key, buffer.getvalue())
         except OSError as error:

@@ -18,7 +18,7 @@ from .texts import CalibrationText, load_texts, shipped_texts
 
 RATIOS = (0.5, 0.3, 0.25, 0.1)
 MIN_SAMPLES = 4
-FORMAT = 1  # rises when the same input gives other numbers
+FORMAT = 2  # rises when the same input gives other numbers, or they are kept otherwise
 
 
 def calibrate(
@@ -152,7 +152,10 @@ def _profile(
     results: Sequence[SampleResult],
 ) -> Profile:
     levels = results[0].retained[scorer.name]
-    mean_keys = np.mean([result.mean_keys.astype(np.float64) for result in results], axis=0)
+    statistics = {
+        name: np.mean([result.statistics[name].astype(np.float64) for result in results], axis=0).astype(np.float32)
+        for name in results[0].statistics
+    }
     return Profile(
         model=loaded.name,
         model_fingerprint=loaded.shape.fingerprint,
@@ -161,7 +164,7 @@ def _profile(
         ratios=ratios,
         samples=samples,
         retained={level: np.stack([result.retained[scorer.name][level] for result in results]) for level in levels},
-        mean_keys=mean_keys.astype(np.float32),
+        statistics=statistics,
     )
 
 

@@ -19,7 +19,10 @@ PROFILE = small_profile(SHAPE, num_samples=3)
 BOTH = replace(
     PROFILE,
     retained={**PROFILE.retained, Level.LAYER: PROFILE.retained[Level.MODEL][:, :, ::-1].copy()},
-    mean_keys=np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8),
+    statistics={
+        "mean_keys": np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8),
+        "gate": np.linspace(-2, 2, 24, dtype=np.float32).reshape(4, 3, 2),
+    },
 )
 
 
@@ -48,8 +51,8 @@ def same(one: Profile, other: Profile) -> bool:
         all(getattr(one, field) == getattr(other, field) for field in fields)
         and one.retained.keys() == other.retained.keys()
         and all(np.array_equal(one.retained[level], other.retained[level]) for level in one.retained)
-        and (one.mean_keys is None) == (other.mean_keys is None)
-        and (one.mean_keys is None or other.mean_keys is None or np.array_equal(one.mean_keys, other.mean_keys))
+        and one.statistics.keys() == other.statistics.keys()
+        and all(np.array_equal(one.statistics[name], other.statistics[name]) for name in one.statistics)
     )
 
 
@@ -95,12 +98,19 @@ def test_a_level_that_was_not_measured_is_refused() -> None:
         replace(PROFILE, ratios=(0.25, 0.75)),
         replace(PROFILE, samples=(*PROFILE.samples[:2], Sample("other", 2, 102))),
         with_values(put(0, 0, 0, value=0.123)),
-        replace(PROFILE, mean_keys=np.ones((4, 8), dtype=np.float32)),
+        replace(PROFILE, statistics={"gate": np.ones((4, 8), dtype=np.float32)}),
+        replace(PROFILE, statistics={"other": np.ones((4, 8), dtype=np.float32)}),
         BOTH,
     ],
 )
 def test_the_hash_tells_profiles_apart(other: Profile) -> None:
     assert other.hash != PROFILE.hash
+
+
+def test_the_hash_tells_statistics_apart_by_name_and_shape() -> None:
+    values = np.ones((4, 8), dtype=np.float32)
+    found = [("one", values), ("two", values), ("one", values.reshape(4, 2, 4)), ("one", values * 2)]
+    assert len({replace(PROFILE, statistics={name: array}).hash for name, array in found}) == 4
 
 
 def test_the_hash_is_that_of_the_content() -> None:
@@ -112,7 +122,7 @@ def test_the_hash_is_that_of_the_content() -> None:
 # --- files
 
 
-@pytest.mark.parametrize("profile", [PROFILE, BOTH], ids=["one level", "two levels and keys"])
+@pytest.mark.parametrize("profile", [PROFILE, BOTH], ids=["one level", "two levels and statistics"])
 def test_a_profile_survives_its_file(tmp_path: Path, profile: Profile) -> None:
     save_profile(profile, tmp_path / "deep" / "p.npz")
     loaded = load_profile(tmp_path / "deep" / "p.npz")
@@ -123,14 +133,15 @@ def test_a_profile_survives_its_file(tmp_path: Path, profile: Profile) -> None:
 
 def test_equal_profiles_give_equal_bytes(tmp_path: Path) -> None:
     save_profile(BOTH, tmp_path / "one.npz")
-    reversed_levels = dict(reversed(list(BOTH.retained.items())))
-    save_profile(replace(BOTH, retained=reversed_levels), tmp_path / "two.npz")
+    retained = dict(reversed(list(BOTH.retained.items())))
+    statistics = dict(reversed(list(BOTH.statistics.items())))
+    save_profile(replace(BOTH, retained=retained, statistics=statistics), tmp_path / "two.npz")
     assert (tmp_path / "one.npz").read_bytes() == (tmp_path / "two.npz").read_bytes()
 
 
 def header_with(**changes: Any) -> dict[str, Any]:
     header = {
-        "format": "tangram-profile/1",
+        "format": "tangram-profile/2",
         "model": "m",
         "model_fingerprint": "f",
         "scorer": "s",
@@ -155,7 +166,7 @@ def test_the_file_form_is_as_documented(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "retained", "parts"),
     [
-        (header_with(format="tangram-profile/2"), [[[0.5, 0.5]]], ("got tangram-profile/2",)),
+        (header_with(format="tangram-profile/3"), [[[0.5, 0.5]]], ("got tangram-profile/3",)),
         (header_with(surprise=1), [[[0.5, 0.5]]], ("not a profile file",)),
         (header_with(scorer=None), [[[0.5, 0.5]]], ("not a profile file",)),
         (header_with(kv_heads=[[0], [1]]), [[[0.5, 0.5]]], ("not a profile file",)),
@@ -177,8 +188,9 @@ def test_the_file_form_is_as_documented(tmp_path: Path) -> None:
         (header_with(), [[["a", "b"]]], ("not floating-point numbers",)),
         (header_with(), [[[0.5 + 1j, 0.5]]], ("not floating-point numbers",)),
         (header_with(), [[[0.0, 0.0]]], ("sample 0 retains nothing",)),
+        (header_with(statistics=["gate"]), [[[0.5, 0.5]]], ("not a profile file", "statistics_gate")),
     ],
-    ids=range(22),
+    ids=range(23),
 )
 def test_arrays_that_are_no_profile_are_refused_in_one_line(
     tmp_path: Path, header: dict[str, Any], retained: Any, parts: tuple[str, ...]
@@ -198,10 +210,32 @@ def test_a_value_that_nothing_measures_is_refused_by_sample_layer_and_head(tmp_p
 
 
 @pytest.mark.parametrize(
-    "keys", [np.full((4, 8), np.nan, np.float32), np.ones((3, 8), np.float32), np.ones(4, np.float32)]
+    ("values", "part"),
+    [
+        (np.full((4, 8), np.nan, np.float32), "finite"),
+        (np.full((4, 8), np.inf, np.float32), "finite"),
+        (np.ones((4, 8)), "got float64, expected finite float32"),
+        (np.ones((4, 8), np.int32), "got int32"),
+        (np.ones((3, 8), np.float32), "got [3, 8], expected [4, ...]"),
+        (np.float32(1), "got [], expected [4, ...]"),
+    ],
 )
-def test_mean_keys_must_be_numbers_of_every_head(keys: Any) -> None:
-    assert "mean keys" in refusal(lambda: check_profile(replace(PROFILE, mean_keys=keys), where="p"))
+def test_a_statistic_must_be_numbers_of_every_head(values: Any, part: str) -> None:
+    message = refusal(lambda: check_profile(replace(PROFILE, statistics={"gate": values}), where="p"))
+    assert message.startswith("p, statistic gate: ")
+    assert part in message
+
+
+@pytest.mark.parametrize("num_rows", [0, 2])
+def test_a_file_of_format_1_still_loads(tmp_path: Path, num_rows: int) -> None:
+    arrays: dict[str, Any] = {"mean_keys": np.ones((num_rows, 8), np.float32)} if num_rows else {}
+    with (tmp_path / "p.npz").open("wb") as file:
+        header = np.array(json.dumps(header_with(format="tangram-profile/1")))
+        np.savez(file, header=header, retained_model=np.array([[[0.25, 0.75]]]), **arrays)
+    loaded = load_profile(tmp_path / "p.npz")
+    assert loaded.statistics.keys() == arrays.keys()
+    save_profile(loaded, tmp_path / "q.npz")
+    assert same(load_profile(tmp_path / "q.npz"), loaded)
 
 
 def test_zero_and_one_can_be_measured() -> None:
@@ -252,10 +286,9 @@ def test_no_damaged_byte_is_believed(tmp_path: Path) -> None:
         (tmp_path / "damaged.npz").write_bytes(damaged)
         with contextlib.suppress(TangramError):
             loaded = load_profile(tmp_path / "damaged.npz")
-            # Believed: a byte that says nothing, such as a time stamp; or one that hides an optional array.
-            expected = BOTH if loaded.mean_keys is not None else replace(BOTH, mean_keys=None)
+            # Believed: a byte that says nothing, such as a time stamp; or one that hides a level.
             levels = {level: BOTH.retained[level] for level in loaded.retained}
-            assert same(loaded, replace(expected, retained=levels))
+            assert same(loaded, replace(BOTH, retained=levels))
 
 
 # --- a disk that is full, a build that is stopped

@@ -147,7 +147,7 @@ def test_kvzip_scores_are_those_of_the_whole_attention_matrix(name: str, monkeyp
     monkeypatch.setattr(base, "PROBABILITY_BYTES", 20_000)  # many blocks
     loaded, context, repeats = _loaded(name), _tokens(60), (_tokens(40, 1), _tokens(30, 2))
     assert loaded.shape.planned_layers == PLANNED_LAYERS.get(name, (1, 3))
-    scores, mean_keys = score_sample(loaded, Prompt(context, repeats), [KVzip()])
+    scores, statistics = score_sample(loaded, Prompt(context, repeats), [KVzip()])
 
     loaded.model.set_attn_implementation("eager")
     expected = []
@@ -157,7 +157,7 @@ def test_kvzip_scores_are_those_of_the_whole_attention_matrix(name: str, monkeyp
         groups = [attentions[layer][0].unflatten(0, (2, 2)) for layer in loaded.shape.planned_layers]
         expected.append(torch.cat([group[:, :, 60:, :60].amax((1, 2)) for group in groups]))
     np.testing.assert_allclose(scores["kvzip"], torch.stack(expected).amax(0).numpy(), rtol=1e-4, atol=1e-6)
-    assert mean_keys.shape == (loaded.shape.num_kv_heads, 8)
+    assert {name: values.shape for name, values in statistics.items()} == {"mean_keys": (loaded.shape.num_kv_heads, 8)}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -165,8 +165,8 @@ def test_half_precision_models_are_scored(name: str) -> None:
     loaded, prompt = _loaded(name), Prompt(_tokens(60), (_tokens(60),))
     full, _ = score_sample(loaded, prompt, [KVzip()])
     loaded.model.bfloat16()
-    half, mean_keys = score_sample(loaded, prompt, [KVzip()])
-    assert half["kvzip"].dtype == mean_keys.dtype == np.float32
+    half, statistics = score_sample(loaded, prompt, [KVzip()])
+    assert half["kvzip"].dtype == statistics["mean_keys"].dtype == np.float32
     assert np.corrcoef(half["kvzip"].ravel(), full["kvzip"].ravel())[0, 1] > 0.9
 
 
@@ -209,15 +209,17 @@ def test_only_the_layers_asked_for_are_observed() -> None:
     assert [tuple(attention.key.shape) for attention in seen] == [(2, 20, 8)] * 2
 
 
-def test_mean_keys_are_the_mean_of_normalised_keys() -> None:
-    loaded, seen = _loaded("qwen3"), list[LayerAttention]()
-    _, mean_keys = score_sample(loaded, Prompt(_tokens(70), ()), [SnapKV()])
-    with torch.no_grad(), observed(loaded.model, (2,), seen.append):
-        loaded.model(torch.tensor([_tokens(70)]))
-    key = seen[0].key.numpy()
-    np.testing.assert_allclose(
-        mean_keys[4:6], (key / np.linalg.norm(key, axis=-1, keepdims=True)).mean(1), rtol=1e-5, atol=1e-6
-    )
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("num_tokens", [64, 71])
+def test_mean_keys_are_the_mean_direction_of_what_the_model_caches(name: str, num_tokens: int) -> None:
+    loaded, tokens = _loaded(name), _tokens(num_tokens)
+    _, statistics = score_sample(loaded, Prompt(tokens, (_tokens(30, 1),)), [SnapKV(), KVzip()])
+    loaded.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        cache = loaded.model(torch.tensor([tokens]), use_cache=True).past_key_values
+    keys = torch.cat([cache.layers[layer].keys[0] for layer in loaded.shape.planned_layers])  # [kv_heads, tokens, 8]
+    expected = (keys / keys.norm(dim=-1, keepdim=True).clamp(min=1e-12)).mean(1)  # the padding token's key is 0
+    np.testing.assert_allclose(statistics["mean_keys"], expected.numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_whose_attention_cannot_be_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,8 +300,8 @@ def test_profiles_hold_what_was_measured(
     assert profile.ratios == (0.1, 0.25, 0.3, 0.5)
     assert [sample.source for sample in profile.samples] == [f"text {i}" for i in range(5)]
     assert [sample.num_tokens for sample in profile.samples] == [82, 89, 96, 103, 110]
-    assert profile.mean_keys is not None
-    assert profile.mean_keys.shape == (8, 8)
+    assert {name: values.shape for name, values in profile.statistics.items()} == {"mean_keys": (8, 8)}
+    assert 0 < np.linalg.norm(profile.statistics["mean_keys"], axis=-1).max() <= 1
     for values in profile.retained.values():
         np.testing.assert_allclose(
             values.mean(2), np.broadcast_to(np.array(profile.ratios), values.shape[:2]), atol=0.01
@@ -307,7 +309,17 @@ def test_profiles_hold_what_was_measured(
     snapkv = load_profile(tmp_path / "profiles" / "snapkv.npz")
     assert snapkv.scorer == "snapkv"
     assert snapkv.retained[Level.MODEL].min() > 0  # the window
+    np.testing.assert_array_equal(snapkv.statistics["mean_keys"], profile.statistics["mean_keys"])
     assert sorted(path.name for path in (tmp_path / "profiles").iterdir()) == ["kvzip.npz", "snapkv.npz"]
+
+
+def test_statistics_are_the_mean_over_the_samples(
+    calibrate_tiny: Callable[..., Profile], model_folder: Path, texts_file: Path
+) -> None:
+    loaded = load_model(str(model_folder), device="cpu")
+    prompts = [build_prompt(loaded, text, 200) for text in load_texts(texts_file)]
+    found = [score_sample(loaded, prompt, [SnapKV()])[1]["mean_keys"] for prompt in prompts]
+    np.testing.assert_allclose(calibrate_tiny().statistics["mean_keys"], np.mean(found, 0), rtol=1e-5, atol=1e-7)
 
 
 def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(
