@@ -18,6 +18,7 @@ from tangram_plan.ir import TangramError
 
 from . import PLAN_KEY
 from .compat import HTTPException, LogitsProcessor
+from .metrics import add_metrics
 from .spec import load_plan
 
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -102,7 +103,9 @@ class AnswerLimit:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Any) -> None:
-        """Serve a connection."""
+        """Serve a connection; the first is the server's start, when the engine runs."""
+        if scope["type"] == "lifespan":
+            add_metrics(scope["app"].state.engine_client)
         if scope["type"] == "http" and scope["method"] == "POST":
             config = scope["app"].state.vllm_config
             receive = _checked(receive, load_plan(config.additional_config[PLAN_KEY]).max_new_tokens)

@@ -4,9 +4,10 @@ Imported only where vLLM runs. A version outside `TESTED_VERSIONS` is warned of 
 """
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from time import monotonic
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
-from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter, StatLoggerBase
 from vllm.v1.request import Request
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
@@ -62,6 +63,7 @@ __all__ = [
     "Scheduler",
     "SchedulerOutput",
     "Worker",
+    "add_report",
     "attention_layers",
     "build_server",
     "device_name",
@@ -311,6 +313,57 @@ class Gauge(StatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""
+
+
+class Report(StatLoggerBase):
+    """Tells the metrics of a plan what vLLM says of steps, and of requests that ended.
+
+    Args:
+        metrics: `metrics.PlanMetrics` of this engine.
+        num_pages: of its pool, the null page not counted.
+    """
+
+    def __init__(self, metrics: Any, num_pages: int) -> None:
+        self._metrics, self._num_pages = metrics, num_pages
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,  # noqa: ARG002 - vLLM's signature
+        engine_idx: int = 0,  # noqa: ARG002 - vLLM's signature
+    ) -> None:
+        """See `StatLoggerBase.record`; the share of the pool that is used stands for a whole number of pages."""
+        if (step := scheduler_stats) is not None:
+            waiting = step.num_waiting_reqs + step.num_skipped_waiting_reqs
+            self._metrics.set_load(round(step.kv_cache_usage * self._num_pages), step.num_running_reqs, waiting)
+        for request in iteration_stats.finished_requests if iteration_stats else ():
+            if request.num_generation_tokens:  # else it may have ended before its prompt was computed
+                self._metrics.count_prompt(request.num_prompt_tokens)
+
+    def log(self) -> None:
+        """Called every few seconds by a server, and by `LLM` while it has requests."""
+        if line := self._metrics.log_line(monotonic()):
+            log.info("%s", line)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+def add_report(engine: Any, make_metrics: Callable[[int, str, str], Any]) -> None:
+    """Have a front end tell the metrics of a plan what it tells vLLM's own; nothing where vLLM keeps no statistics.
+
+    Args:
+        engine: `LLMEngine` or `AsyncLLM`.
+        make_metrics: (pages of the pool, the null page not counted; model name; number of the engine) -> `metrics.PlanMetrics`.
+    """
+
+    def make_report(config: Any, engine_index: int) -> Report:
+        num_pages = config.cache_config.num_gpu_blocks - 1
+        return Report(make_metrics(num_pages, config.model_config.served_model_name, str(engine_index)), num_pages)
+
+    if manager := engine.logger_manager:
+        manager.stat_loggers.append(PerEngineStatLoggerAdapter(engine.vllm_config, manager.engine_indexes, make_report))
 
 
 def parse_engine_options(options: Sequence[str]) -> dict[str, Any]:
