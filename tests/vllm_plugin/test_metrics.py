@@ -6,8 +6,13 @@ import re
 import subprocess
 import sys
 import time
+import urllib.request
+import warnings
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +106,51 @@ def test_an_idle_engine_logs_nothing() -> None:
     metrics.set_load(5, 1, 0)
     assert metrics.log_line(start + 3610) == ""
     assert " in 60 s" in metrics.log_line(start + 3660)
+
+
+# --- what vLLM says, as it says it
+
+
+@pytest.fixture(scope="module")
+def compat() -> Any:
+    """It imports vLLM, which warns of itself."""
+    pytest.importorskip("vllm", reason="the plugin runs in vLLM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_module("tangram_plan.runtime.vllm_plugin.compat")
+
+
+def engine(model: str, num_pages: int, *, keeps_statistics: bool = True) -> SimpleNamespace:
+    cache, config = SimpleNamespace(num_gpu_blocks=num_pages + 1), SimpleNamespace(served_model_name=model)
+    manager = SimpleNamespace(stat_loggers=[], engine_indexes=[0]) if keeps_statistics else None
+    return SimpleNamespace(logger_manager=manager, vllm_config=SimpleNamespace(cache_config=cache, model_config=config))
+
+
+def test_a_share_of_the_pool_is_a_number_of_pages(compat: Any) -> None:
+    num_pages = 1009
+    served = engine("share", num_pages)
+    compat.add_report(served, partial(PlanMetrics, PLAN))
+    (report,) = served.logger_manager.stat_loggers
+    for free in range(num_pages + 1):
+        usage = 1.0 - free / num_pages  # as vLLM's
+        step = SimpleNamespace(num_running_reqs=1, num_waiting_reqs=2, num_skipped_waiting_reqs=3, kv_cache_usage=usage)
+        report.record(step, None)
+        assert (sample("share", "num_pages_used"), sample("share", "num_pages_free")) == (num_pages - free, free)
+
+
+def test_requests_count_when_they_end_with_an_answer(compat: Any) -> None:
+    served = engine("ended", NUM_PAGES)
+    compat.add_report(served, partial(PlanMetrics, PLAN))
+    (report,) = served.logger_manager.stat_loggers
+    answered, aborted_before = (SimpleNamespace(num_prompt_tokens=112, num_generation_tokens=n) for n in (3, 0))
+    report.record(None, None)
+    report.record(None, SimpleNamespace(finished_requests=[answered, aborted_before, answered]))
+    assert kv_tokens("ended") == [(2 * 62, 2 * 50), (2 * 111, 2 * 225)]
+
+
+def test_an_engine_without_statistics_has_no_metrics(compat: Any) -> None:
+    compat.add_report(engine("silent", NUM_PAGES, keeps_statistics=False), partial(PlanMetrics, PLAN))
+    assert sample("silent", "num_pages_free") is None
 
 
 # --- real engines
@@ -213,8 +263,6 @@ def pages_of(samples: dict[tuple[str, str], float]) -> dict[str, float]:
 
 def scrape(port: int) -> dict[tuple[str, str], float]:
     """(name, group) -> value of our metrics; there is one model and one engine."""
-    import urllib.request
-
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         lines = answer.read().decode()
     found = re.findall(r"^tangram:(\w+){(.*)} (.+)$", lines, re.MULTILINE)
