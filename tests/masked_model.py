@@ -5,7 +5,7 @@ chunk from the rule in words. Keys and values do not depend on who sees them lat
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,19 @@ def seen_tokens(
 
 
 def masked_logprobs(folder: Path, tokens: Sequence[int], seen: Mapping[KVHead, torch.Tensor]) -> torch.Tensor:
+    """As `self_masked_logprobs`, with masks bool [num_tokens, num_tokens] that are known before."""
+    return self_masked_logprobs(folder, tokens, lambda kv_head, _: seen[kv_head])
+
+
+def self_masked_logprobs(
+    folder: Path, tokens: Sequence[int], seen: Callable[[KVHead, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     """Log-probabilities of the token after each, float32 [num_tokens, vocabulary], of a Hugging Face model.
 
     Args:
         folder: of the model.
         tokens: the text.
-        seen: KV head -> bool [num_tokens, num_tokens].
+        seen: of a KV head and its keys, float32 [num_tokens, head_dim]: bool [num_tokens, num_tokens].
     """
     from transformers import AttentionInterface, AutoModelForCausalLM
 
@@ -63,7 +70,7 @@ def masked_logprobs(folder: Path, tokens: Sequence[int], seen: Mapping[KVHead, t
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, scaling: float, **__: Any
     ) -> tuple[torch.Tensor, None]:
         gqa_ratio = query.shape[1] // key.shape[1]
-        mask = torch.stack([seen[KVHead(module.layer_idx, head)] for head in range(key.shape[1])])
+        mask = torch.stack([seen(KVHead(module.layer_idx, head), keys) for head, keys in enumerate(key[0])])
         key, value, mask = (part.repeat_interleave(gqa_ratio, -3) for part in (key, value, mask))
         logits = (query @ key.transpose(-1, -2) * scaling).masked_fill(~mask, -torch.inf)
         return (logits.softmax(-1) @ value).transpose(1, 2).contiguous(), None
