@@ -51,8 +51,10 @@ def test_linked_packages_are_never_imported_by_their_bare_names(name: str) -> No
                 assert not {alias.name.split(".")[0] for alias in node.names} & set(LINKED), path
 
 
-@pytest.mark.parametrize("module", ["tangram_plan.cli", "tangram_plan.ir", "tangram_plan.runtime.scorers"])
+@pytest.mark.parametrize(
+    "module", ["cli", "ir", "runtime", "runtime.scorers", "runtime.vllm_plugin", "serve", "doctor"]
+)
 def test_importing_a_front_door_loads_nothing_heavy(module: str) -> None:
-    heavy = "{'torch', 'triton', 'transformers', 'ortools', 'networkx', 'matplotlib', 'jinja2'}"
-    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+    heavy = "{'vllm', 'torch', 'triton', 'transformers', 'ortools', 'networkx', 'matplotlib', 'jinja2'}"
+    code = f"import sys, tangram_plan.{module}; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
