@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -90,6 +91,8 @@ def _findings(artefact: Path, model: str | None, options: Sequence[str]) -> Iter
     found = f"{plan_hash(plan)[:16]} for {plan.model.model_type}, {plan.provenance.rule}"
     refused = plan_refusals(plan, artefact)
     yield from _refusals("plan", refused, found)
+    if usable.verdict is not Verdict.REFUSED:
+        yield from tuning(plan.partition.device, _gpu_name())
     if model is None:
         return
     errors = model_errors(model, plan)
@@ -127,14 +130,36 @@ def _tested() -> Finding:
 
 
 def _device() -> Finding:
-    from tangram_plan.runtime.vllm_plugin.compat import device_name, on_cpu
+    from tangram_plan.runtime.vllm_plugin.compat import on_cpu
 
     if on_cpu():
         return Finding("device", Verdict.OK, "CPU: the plain-torch reference serves, slowly")
-    name = device_name()
+    name = _gpu_name()
     if not name:
         return Finding("device", Verdict.REFUSED, "vLLM is built for GPUs, and there is none", INSTALL)
     return Finding("device", Verdict.OK, name)
+
+
+def _gpu_name() -> str:
+    from tangram_plan.runtime.vllm_plugin.compat import device_name
+
+    return device_name()
+
+
+def tuning(planned: str, gpu: str) -> Iterator[Finding]:
+    """Whether a plan's kernels are cut for the GPU that is here, if one is: they are right on every GPU, and fast on theirs.
+
+    Args:
+        planned: device of the plan's partition, as `h200` or `a100-80gb`.
+        gpu: what the driver calls it, as `NVIDIA H200`; empty: none.
+    """
+    if not gpu:
+        return
+    if set(re.findall(r"[a-z0-9]+", planned.lower())) & set(re.findall(r"[a-z]+[0-9]+[a-z]*", gpu.lower())):
+        yield Finding("tuning", Verdict.OK, f"for {planned}")
+        return
+    fix = "`tangram-plan bench tune` measures this GPU; build the plan with `--set partition.device=` its file"
+    yield Finding("tuning", Verdict.WARNING, f"kernels are cut for {planned}, and this is {gpu}", fix)
 
 
 def _plugin() -> Finding:

@@ -165,3 +165,18 @@ def test_every_option_that_would_be_refused_is_named_with_its_fix(cli: CommandLi
         "leave --block-size out",
         "give --max-num-batched-tokens 74, or lower --max-num-seqs",
     ]
+
+
+@pytest.mark.parametrize(
+    ("planned", "gpu", "verdicts"),
+    [
+        ("h200", "NVIDIA H200", ["ok"]),
+        ("a100-80gb", "NVIDIA A100-SXM4-80GB", ["ok"]),
+        ("NVIDIA L40S", "NVIDIA L40S", ["ok"]),
+        ("h200", "NVIDIA A100-SXM4-80GB", ["warning"]),
+        ("a100-80gb", "NVIDIA H100 80GB HBM3", ["warning"]),
+        ("h200", "", []),
+    ],
+)
+def test_a_plan_that_is_tuned_for_another_gpu_is_a_warning(planned: str, gpu: str, verdicts: list[str]) -> None:
+    assert [finding.verdict.value for finding in doctor.tuning(planned, gpu)] == verdicts
