@@ -52,6 +52,7 @@ class Run:
         arguments: of the engine, beside those of `START`.
         with_plugin: whether vLLM may load its plugins.
         own_process: whether the engine's core runs in a process of its own, as it does in a server.
+        interpreted: whether the plan's kernels serve, in Triton's interpreter.
     """
 
     model: str
@@ -60,14 +61,24 @@ class Run:
     arguments: dict[str, Any] = field(default_factory=dict)
     with_plugin: bool = True
     own_process: bool = False
+    interpreted: bool = False
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is free after the scheduler has given pages to all requests of a step, and what the plan says."""
+    """A step, after the scheduler has given pages to all its requests.
+
+    Args:
+        free_pages: in the pool.
+        predicted: the same, as the plan says.
+        decodes: requests with one token.
+        chunks: requests with more.
+    """
 
     free_pages: int
     predicted: int
+    decodes: int
+    chunks: int
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,8 @@ def serve(run: Run, folder: Path) -> None:
     environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(run.own_process))}
     if not run.with_plugin:
         environment["VLLM_PLUGINS"] = ""
+    if run.interpreted:
+        environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "tests.engine_runs", str(asked), str(answered)]
     with (folder / "log.txt").open("w") as log:
         ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
@@ -132,6 +145,8 @@ def _main(asked: Path, answered: Path) -> None:
     }
     if run["artefact"]:
         arguments = engine_args(run["artefact"], **arguments)
+    if run["interpreted"]:
+        arguments["worker_cls"] = "tests.interpreted_worker.InterpretedWorker"
     llm = LLM(**arguments)
     scheduler = None if run["own_process"] else llm.llm_engine.engine_core.engine_core.scheduler
     num_pages = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
@@ -203,7 +218,10 @@ def _watch(scheduler: Any, served: Served) -> None:
             reserve(scheduler.plan, request.num_prompt_tokens, request.num_computed_tokens).num_pages
             for request in scheduler.running
         ]
-        served.steps.append(Step(_free_pages(scheduler), served.num_pages - sum(held)))
+        new_tokens = output.num_scheduled_tokens.values()
+        decodes = sum(new == 1 for new in new_tokens)
+        predicted = served.num_pages - sum(held)
+        served.steps.append(Step(_free_pages(scheduler), predicted, decodes, len(new_tokens) - decodes))
         return output
 
     scheduler.schedule = watched

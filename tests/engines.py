@@ -14,15 +14,17 @@ from filelock import FileLock
 from tangram_plan.calibrate import shipped_texts
 from tangram_plan.ir import load_artefact, most_pages
 from tests.engine_runs import ENVIRONMENT, ROOT, Query, Run, Served, read_served, serve
+from tests.tiny_qwen3 import DEVICE, PROFILE, write_tiny_qwen3
 
 MODEL_YAML = """
 model: {model}
-profile: builtin:smollm2-135m-instruct/kvzip
+profile: {profile}
 scorer: recent
 retention: {{ratio: {ratio}, sink_tokens: {sink_tokens}}}
 kv_dtype: float32
 compress_chunk_tokens: 64
 max_new_tokens: 128
+partition: {{device: {device}}}
 """
 
 NEEDLE = "The secret code of Ada is 7391. The secret code of Bob is 2846.\n\n"
@@ -44,6 +46,8 @@ class Engines:
 
     folder: Path
     model: Path
+    profile: str = "builtin:smollm2-135m-instruct/kvzip"
+    device: str = "h200"
 
     def once(self, name: str, make: Callable[[Path], None]) -> Path:
         """A folder that `make` fills, once for all workers."""
@@ -59,16 +63,29 @@ class Engines:
         """What an engine answers."""
         return read_served(self.once(name, partial(serve, run)))
 
-    def artefact(self, ratio: float) -> Path:
-        """A plan that keeps so much; one that keeps everything serves as it did before."""
+    def artefact(self, ratio: float, *overrides: str) -> Path:
+        """A plan that keeps so much; one that keeps everything serves as it did before.
+
+        Args:
+            ratio: of retention.
+            overrides: of other keys, each KEY=VALUE.
+        """
 
         def build(folder: Path) -> None:
-            config = MODEL_YAML.format(model=self.model, ratio=ratio, sink_tokens=SINK_TOKENS)
-            (folder / "model.yaml").write_text(config)
-            command = ["-m", "tangram_plan", "build", str(folder / "model.yaml"), "-o", str(folder / "plan")]
-            subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
+            inputs = {"model": self.model, "profile": self.profile, "device": self.device}
+            (folder / "model.yaml").write_text(MODEL_YAML.format(**inputs, ratio=ratio, sink_tokens=SINK_TOKENS))
+            settings = [word for override in overrides for word in ("--set", override)]
+            _tangram_plan("build", str(folder / "model.yaml"), *settings, "-o", str(folder / "plan"))
 
-        return self.once(f"plan-{ratio}", build) / "plan"
+        return self.once("-".join(["plan", str(ratio), *overrides]), build) / "plan"
+
+    def reordered(self, artefact: Path) -> Path:
+        """The model with its KV heads in a plan's order."""
+
+        def reorder(folder: Path) -> None:
+            _tangram_plan("reorder", str(self.model), str(artefact), "-o", str(folder / "model"))
+
+        return self.once(f"reordered-{artefact.parent.name}", reorder) / "model"
 
     @classmethod
     def start(cls, folder: Path) -> "Engines":
@@ -80,6 +97,14 @@ class Engines:
             subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, check=True, capture_output=True)
 
         return cls(folder, cls(folder, folder).once("smollm2", write))
+
+    @classmethod
+    def start_tiny(cls, folder: Path) -> "Engines":
+        """With a tiny model of random weights, in a folder in the folder."""
+        folder = folder / "tiny"
+        folder.mkdir(parents=True, exist_ok=True)
+        model = cls(folder, folder).once("qwen3", write_tiny_qwen3)
+        return cls(folder, model, str(model / PROFILE), str(model / DEVICE))
 
     def tokens(self) -> dict[str, list[int]]:
         """Of a long text (Shakespeare, Milton), of a needle, of what asks for it, and of what answers."""
@@ -123,3 +148,10 @@ class Engines:
         }
         run = Run(str(self.model), str(artefact), self.loads()[1:], arguments)
         return self.served(f"pressure-{ratio}", run)
+
+
+def _tangram_plan(*words: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "tangram_plan", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr

@@ -263,7 +263,10 @@ def without_output_tokens(runner: Any) -> None:
 
 @contextmanager
 def memory_of_model(runner: Any) -> Iterator[None]:
-    """Count what is allocated meanwhile as the model's, so that the cache is sized without it."""
+    """Count what is allocated meanwhile as the model's, so that the cache is sized without it; on CPUs nobody counts."""
+    if on_cpu():
+        yield
+        return
     before = torch.cuda.memory_allocated()
     yield
     runner.model_memory_usage += torch.cuda.memory_allocated() - before

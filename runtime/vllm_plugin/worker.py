@@ -9,7 +9,7 @@ from tangram_plan.runtime.generated_kernels import GeneratedKernels
 from tangram_plan.runtime.kernel_attention import KernelAttention
 from tangram_plan.runtime.reference import torch_dtype
 from tangram_plan.runtime.reference_attention import ReferenceAttention
-from tangram_plan.runtime.serving_scorers import load_scorer
+from tangram_plan.runtime.serving_scorers import ServingScorer, load_scorer
 
 from . import PLAN_KEY
 from .backend import CompressedBackend, CompressedImpl
@@ -42,7 +42,7 @@ class CompressedWorker(Worker):
         super().load_model(*args, **kwargs)
         without_output_tokens(self.model_runner)
         plan = load_plan(self.artefact)
-        attention = self._make_attention(plan)
+        attention = self.make_attention(plan)
         self._attention = attention
         engine = Engine(plan, attention, lambda num_reqs: prompt_tokens_of(self.model_runner, num_reqs))
         layers = list(attention_layers(self.model_runner))
@@ -74,20 +74,28 @@ class CompressedWorker(Worker):
             self._attention.warm_up(self._owner[1].kv_cache.view(-1))
         return super().compile_or_warm_up_model(*args, **kwargs)
 
-    def _make_attention(self, plan: Plan) -> ReferenceAttention | KernelAttention:
-        """The reference on CPUs, the kernels on GPUs; what they allocate is counted as the model's."""
-        rank = tensor_parallel_rank()
-        scorer = load_scorer(plan, Path(self.artefact), rank, self.device)
-        if on_cpu():
-            return ReferenceAttention(plan, rank, scorer)
+    def make_attention(self, plan: Plan) -> ReferenceAttention | KernelAttention:
+        """The reference on CPUs, the kernels on GPUs."""
+        return self.make_reference(plan) if on_cpu() else self.make_kernels(plan)
+
+    def make_reference(self, plan: Plan) -> ReferenceAttention:
+        """Attention in plain torch."""
+        return ReferenceAttention(plan, tensor_parallel_rank(), self._load_scorer(plan))
+
+    def make_kernels(self, plan: Plan) -> KernelAttention:
+        """Attention by the generated kernels; what they allocate is counted as the model's."""
         limits = self.vllm_config.scheduler_config
         answer_chunk = min(limits.max_num_batched_tokens, plan.max_new_tokens)  # of a preempted request
+        scorer = self._load_scorer(plan)
         with memory_of_model(self.model_runner):
             return KernelAttention(
                 GeneratedKernels(Path(self.artefact), plan, str(self.device)),
                 scorer,
-                rank=rank,
+                rank=tensor_parallel_rank(),
                 max_requests=limits.max_num_seqs,
                 max_tokens=self.vllm_config.model_config.max_model_len,
                 max_chunk_tokens=max(plan.compress_chunk_tokens + 1, answer_chunk),
             )
+
+    def _load_scorer(self, plan: Plan) -> ServingScorer:
+        return load_scorer(plan, Path(self.artefact), tensor_parallel_rank(), self.device)

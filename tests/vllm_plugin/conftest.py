@@ -12,10 +12,21 @@ from tests.engines import ALONE, TEXT_TOKENS, Engines
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    """In a folder of this session, or in the one that TANGRAM_ENGINES names, where model and plans may lie already."""
+    """Of SmolLM2."""
+    return Engines.start(_folder(tmp_path_factory))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    """Of a tiny model."""
+    return Engines.start_tiny(_folder(tmp_path_factory))
+
+
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of this session, or the one that TANGRAM_ENGINES names, where model and plans may lie already."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    return Engines.start(Path(os.environ.get("TANGRAM_ENGINES", shared / "engines")))
+    return Path(os.environ.get("TANGRAM_ENGINES", shared / "engines"))
 
 
 @pytest.fixture(scope="session")
