@@ -5,6 +5,8 @@ function of tokens, plan and P alone. A last chunk of one token would look like 
 before takes it: chunks have up to C + 1 tokens, and only a prompt of one token has a chunk of one.
 """
 
+SHORTEST_CHUNK = 2  # of `compress_chunk_tokens`
+
 
 def next_boundary(prompt_tokens: int, computed_tokens: int, compress_chunk_tokens: int) -> int:
     """The first boundary after so many computed tokens of a prompt.

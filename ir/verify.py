@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from itertools import product
 
+from .boundaries import SHORTEST_CHUNK
 from .budget_table import BudgetTable
 from .cta_partition import CtaPartition
 from .errors import VerifyError
@@ -220,12 +221,12 @@ def verify_plan(plan: Plan) -> None:
 def verify_serving_limits(plan: Plan) -> None:
     """A compression chunk holds what is protected in it, and an answer may have a token."""
     protected = plan.budgets.sink_tokens + plan.budgets.window_tokens
-    if plan.compress_chunk_tokens < max(1, protected):
+    if plan.compress_chunk_tokens < max(SHORTEST_CHUNK, protected):
         raise VerifyError(
-            "compression chunk is shorter than sink and window",
+            "compression chunk is too short for sink and window, or for telling it from a decode step",
             where="compress_chunk_tokens",
             got=plan.compress_chunk_tokens,
-            expected=f"at least {max(1, protected)}",
+            expected=f"at least {max(SHORTEST_CHUNK, protected)}",
         )
     if plan.max_new_tokens < 1:
         raise VerifyError("no answer fits", where="max_new_tokens", got=plan.max_new_tokens, expected="at least 1")

@@ -112,7 +112,7 @@ class BuildConfig(_Section):
     )
     retention: RetentionConfig = RetentionConfig()
     compress_chunk_tokens: int = Field(
-        8192, description="eviction happens at multiples of this, and at the prompt's end", ge=1
+        8192, description="eviction happens at multiples of this, and at the prompt's end", ge=2
     )
     max_new_tokens: int = Field(8192, description="longest answer that the runtime admits", ge=1, le=_MOST_TOKENS)
     grouping: GroupingConfig = GroupingConfig()

@@ -21,6 +21,7 @@ from .compat import HTTPException, LogitsProcessor
 from .metrics import add_metrics
 from .spec import load_plan
 
+BEAM_SEARCH = "use_beam_search"
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 Message = dict[str, Any]
@@ -67,6 +68,7 @@ class AtMostTokens(LogitsProcessor):
     def validate_params(cls, sampling_params: Any) -> None:
         """See `LogitsProcessor.validate_params`."""
         check_length(sampling_params.max_tokens, cls.most)
+        check_length(sampling_params.min_tokens, cls.most, where="min_tokens")
 
     def apply(self, logits: Any) -> Any:
         """As they are."""
@@ -128,7 +130,7 @@ def _checked(receive: Receive, most: int) -> Receive:
 
 def _check_body(body: bytearray, most: int) -> None:
     """Raise what FastAPI passes on to the server's own handler of errors."""
-    if not any(name.encode() in body for name in LENGTHS):
+    if not any(name.encode() in body for name in (*LENGTHS, BEAM_SEARCH)):
         return
     try:
         request = json.loads(body)
@@ -139,5 +141,13 @@ def _check_body(body: bytearray, most: int) -> None:
     try:
         for name in LENGTHS:
             check_length(request.get(name), most, where=name)
+        if request.get(BEAM_SEARCH):
+            raise AdmissionError(
+                "every token of a beam would be a prompt of its own, and compressed as such",
+                where=BEAM_SEARCH,
+                got=request[BEAM_SEARCH],
+                expected="false",
+                fix="leave it out, or ask stock vLLM",
+            )
     except AdmissionError as error:
         raise HTTPException(400, str(error)) from None

@@ -29,7 +29,6 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -61,13 +60,14 @@ __all__ = [
     "MultipleOf",
     "Request",
     "Scheduler",
-    "SchedulerOutput",
     "Worker",
     "add_report",
+    "attention_form",
     "attention_layers",
     "build_server",
     "device_name",
     "engine_config",
+    "errors_in_one_line",
     "log",
     "memory_of_model",
     "model_config_json",
@@ -98,6 +98,16 @@ def version_warning() -> str:
     if version in TESTED_VERSIONS[platform]:
         return ""
     return f"vLLM {version} was not tested with plans on {platform}: tested is {tested}"
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """Log what keeps a plan from being served in one line; what vLLM makes of an error in its processes is long."""
+    try:
+        yield
+    except TangramError as error:
+        log.error("%s", error)
+        raise
 
 
 def on_cpu() -> bool:
@@ -226,12 +236,14 @@ def settings_of(config: Any) -> dict[str, Any]:
         "attention_backend": config.attention_config.backend,
         "block_size": cache.block_size if cache.user_specified_block_size else None,
         "max_model_len": model.max_model_len,
+        "use_v2_model_runner": config.use_v2_model_runner,
     }
     places = (
         (cache, "kv_offloading_size kv_sharing_fast_prefill calculate_kv_scales"),
         (parallel, "tensor_parallel_size pipeline_parallel_size data_parallel_size enable_dbo ubatch_size"),
         (parallel, "decode_context_parallel_size prefill_context_parallel_size"),
-        (scheduler, "max_num_batched_tokens max_num_seqs long_prefill_token_threshold max_num_partial_prefills"),
+        (scheduler, "max_num_batched_tokens max_num_scheduled_tokens max_num_seqs enable_chunked_prefill"),
+        (scheduler, "long_prefill_token_threshold max_num_partial_prefills"),
     )
     for place, names in places:
         settings |= {name: getattr(place, name) for name in names.split() if hasattr(place, name)}
@@ -282,6 +294,18 @@ def attention_layers(runner: Any) -> Iterator[tuple[int, str, Any]]:
     found = runner.compilation_config.static_forward_context.items()
     layers = [(extract_layer_index(name), name, layer) for name, layer in found if isinstance(layer, Attention)]
     return iter(sorted(layer for layer in layers if layer[2].attn_type == AttentionType.DECODER))
+
+
+def attention_form(layer: Any) -> dict[str, Any]:
+    """How a layer of a loaded model attends, under the names of `refusals.check_attention_form`."""
+    impl, window = layer.impl, layer.sliding_window
+    return {
+        "softmax scale": float(impl.scale),
+        "logit soft cap": getattr(impl, "logits_soft_cap", None) or None,
+        "sliding window": window,
+        "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
+        "sinks": getattr(impl, "sinks", None) is not None,
+    }
 
 
 def prompt_tokens_of(runner: Any, num_reqs: int) -> list[int]:

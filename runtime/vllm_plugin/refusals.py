@@ -4,6 +4,7 @@
 configured engine has (`compat.settings_of`). So the same rules hold before the engine starts and inside it. Imports no vLLM.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,13 +92,40 @@ def check_engine(config: Any, plan: Plan, environment: Mapping[str, str]) -> Non
     """The last check, in the engine's own process: where a user composed the options by hand it is the first.
 
     Raises:
-        TangramError: the first of `engine_refusals`; it is logged in one line, for what vLLM makes of it is long.
+        TangramError: the first of `engine_refusals`.
     """
-    from .compat import log
-
     for error in engine_refusals(config, plan, environment):
-        log.error("%s", error)
         raise error
+
+
+def check_attention_form(found: Mapping[str, Any], plan: Plan, *, layer: str) -> None:
+    """That a layer of a loaded model attends as the plan's kernels do; an override of its configuration may have changed that.
+
+    Args:
+        found: how it attends: softmax scale, logit soft cap, sliding window, ALiBi, sinks.
+        plan: of the artefact.
+        layer: its name.
+
+    Raises:
+        MismatchError: otherwise.
+    """
+    form = plan.model.attention
+    expected: dict[str, float | bool | None] = {
+        "softmax scale": form.softmax_scale,
+        "logit soft cap": form.logit_softcap,
+        "sliding window": None,
+        "ALiBi": False,
+        "sinks": form.has_sinks,
+    }
+    for name, value in expected.items():
+        if not _equal(found[name], value):
+            raise MismatchError(
+                f"the model attends otherwise than the plan: {name}",
+                where=layer,
+                got=found[name],
+                expected=str(value),
+                fix="leave overrides of its configuration out, or build a plan for it",
+            )
 
 
 def plan_refusals(plan: Plan, artefact: Path) -> list[TangramError]:
@@ -159,25 +187,30 @@ def planned_facts(plan: Plan) -> dict[str, Any]:
     return {name: fact for name, fact in facts.items() if fact is not None}
 
 
+def _equal(found: Any, expected: Any) -> bool:
+    """Numbers up to the float32 that a config may have gone through."""
+    numbers = isinstance(found, float) and isinstance(expected, float)
+    return math.isclose(found, expected, rel_tol=1e-6) if numbers else bool(found == expected)
+
+
 def least_token_budget(plan: Plan, max_num_seqs: int) -> int:
     """Tokens that a step must have room for: a chunk, which may have one token more than C, and one of every other request."""
     return plan.compress_chunk_tokens + max_num_seqs
 
 
 def _token_budget(settings: Settings, plan: Plan) -> TangramError | None:
-    budget, max_num_seqs = settings.get("max_num_batched_tokens"), settings.get("max_num_seqs")
-    if budget is None:
-        return None
-    least = least_token_budget(plan, max_num_seqs or 1)
-    if budget >= least:
-        return None
-    return TangramError(
-        "a step has no room for a chunk of the prompt",
-        where="--max-num-batched-tokens",
-        got=budget,
-        expected=f"at least {least}, the plan's compress_chunk_tokens {plan.compress_chunk_tokens} + max_num_seqs",
-        fix=f"give --max-num-batched-tokens {least}, or lower --max-num-seqs",
-    )
+    least = least_token_budget(plan, settings.get("max_num_seqs") or 1)
+    for argument in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+        budget = settings.get(argument)
+        if budget is not None and budget < least:
+            return TangramError(
+                "a step has no room for a chunk of the prompt",
+                where=option(argument),
+                got=budget,
+                expected=f"at least {least}, the plan's compress_chunk_tokens {plan.compress_chunk_tokens} + max_num_seqs",
+                fix=f"give {option(argument)} {least}, or lower --max-num-seqs",
+            )
+    return None
 
 
 def _prefill_threshold(settings: Settings, plan: Plan) -> TangramError | None:
@@ -243,6 +276,13 @@ RULES = (
         lambda _: "no prefix caching",
         lambda _: "give --no-enable-prefix-caching",
     ),
+    Rule(
+        "enable_chunked_prefill",
+        lambda value, _: value,
+        "a prompt is compressed chunk by chunk",
+        lambda _: "chunked prefill",
+        lambda _: "leave --no-enable-chunked-prefill out",
+    ),
     _off("speculative_config", "speculative decoding over a compressed cache is not supported"),
     Rule(
         "kv_cache_dtype",
@@ -298,6 +338,16 @@ RULES = (
         "only generation is served from a plan",
         lambda _: "generate",
         lambda _: "leave --runner out",
+    ),
+    Rule(
+        "use_v2_model_runner",  # none of vLLM's arguments: see `compat.settings_of`
+        lambda value, _: not value,
+        "the second model runner does not ask a plan for the width of its block tables",
+        lambda _: "the first",
+        lambda _: (
+            "set VLLM_USE_V2_MODEL_RUNNER=0, and leave options out that need the second, such as --watermark-config"
+        ),
+        where="model runner",
     ),
     Rule(
         "modalities",  # none of vLLM's arguments: see `compat.settings_of`

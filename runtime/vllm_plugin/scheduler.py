@@ -5,7 +5,7 @@ from typing import Any
 from tangram_plan.ir import next_boundary
 
 from .capacity import capacity_lines, check_pool
-from .compat import AsyncScheduler, Request, Scheduler, log, version_warning
+from .compat import AsyncScheduler, Request, Scheduler, errors_in_one_line, log, version_warning
 from .manager import PageManager
 
 
@@ -19,7 +19,8 @@ class CompressedScheduler(Scheduler):
         manager.prompt_tokens = lambda request_id: self.requests[request_id].num_prompt_tokens
         self.plan = manager.kv_cache_spec.plan
         self.num_pages = self.kv_cache_config.num_blocks - 1  # the first is the null page
-        check_pool(self.plan, self.num_pages, self.max_model_len)
+        with errors_in_one_line():
+            check_pool(self.plan, self.num_pages, self.max_model_len)
         self.need_mamba_block_aligned_split = True  # asks the method below how many tokens a step takes
 
     def _mamba_block_aligned_split(

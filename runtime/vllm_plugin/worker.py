@@ -15,7 +15,9 @@ from . import PLAN_KEY
 from .backend import CompressedBackend, CompressedImpl
 from .compat import (
     Worker,
+    attention_form,
     attention_layers,
+    errors_in_one_line,
     memory_of_model,
     on_cpu,
     prompt_tokens_of,
@@ -24,7 +26,7 @@ from .compat import (
     without_output_tokens,
 )
 from .engine import Engine
-from .refusals import check_engine
+from .refusals import check_attention_form, check_engine
 from .spec import PageSpec, load_plan, spec_head_size
 
 
@@ -33,7 +35,8 @@ class CompressedWorker(Worker):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.artefact = str(vllm_config.additional_config[PLAN_KEY])
-        check_engine(vllm_config, load_plan(self.artefact), os.environ)
+        with errors_in_one_line():
+            check_engine(vllm_config, load_plan(self.artefact), os.environ)
         super().__init__(vllm_config, *args, **kwargs)
         use_v1_runner(self)
 
@@ -46,7 +49,9 @@ class CompressedWorker(Worker):
         self._attention = attention
         engine = Engine(plan, attention, lambda num_reqs: prompt_tokens_of(self.model_runner, num_reqs))
         layers = list(attention_layers(self.model_runner))
-        for index, _, layer in layers:
+        for index, name, layer in layers:
+            with errors_in_one_line():
+                check_attention_form(attention_form(layer), plan, layer=name)
             layer.impl = CompressedImpl(engine, index, getattr(layer.impl, "sinks", None))
             layer.attn_backend = CompressedBackend
         self._owner, *others = [(name, layer) for _, name, layer in layers]

@@ -54,13 +54,15 @@ def test_a_processor_in_name_only_carries_the_plans_number(admission: Any) -> No
     assert limit is admission.AtMost128Tokens
     assert (limit.__name__, limit.__module__) == ("AtMost128Tokens", admission.__name__)
     assert admission.AtMost64Tokens.most == 64
-    limit.validate_params(SimpleNamespace(max_tokens=128))
-    limit.validate_params(SimpleNamespace(max_tokens=None))
+    limit.validate_params(SimpleNamespace(max_tokens=128, min_tokens=0))
+    limit.validate_params(SimpleNamespace(max_tokens=None, min_tokens=128))
+    with pytest.raises(ValueError, match=r"min_tokens: .*got 129"):
+        limit.validate_params(SimpleNamespace(max_tokens=None, min_tokens=129))
     with pytest.raises(ValueError, match="got 129") as error:
-        limit.validate_params(SimpleNamespace(max_tokens=129))
+        limit.validate_params(SimpleNamespace(max_tokens=129, min_tokens=0))
     assert str(error.value) == LINE.format("max_tokens", 129)
     with pytest.raises(ValueError, match="got 129"):
-        admission.AtMost64Tokens.validate_params(SimpleNamespace(max_tokens=129))
+        admission.AtMost64Tokens.validate_params(SimpleNamespace(max_tokens=129, min_tokens=0))
 
 
 def test_it_changes_no_logits(admission: Any) -> None:
@@ -151,6 +153,12 @@ def test_a_request_that_passes_is_read_as_it_was_sent(ask: Ask, body: bytes) -> 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
 def test_a_request_that_states_a_longer_answer_is_a_bad_request(ask: Ask, name: str) -> None:
     assert ask(json.dumps({"prompt": "x", name: 129}).encode()) == (400, {"detail": LINE.format(name, 129)})
+
+
+def test_beams_are_a_bad_request(ask: Ask) -> None:
+    status, answer = ask(b'{"prompt": "x", "use_beam_search": true}')
+    assert (status, "use_beam_search: every token of a beam" in answer["detail"]) == (400, True)
+    assert ask(b'{"use_beam_search": false}')[0] == 200
 
 
 def test_a_request_that_comes_in_parts_is_read_as_a_whole(ask: Ask) -> None:

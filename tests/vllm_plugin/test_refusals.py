@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tangram_plan.ir import KVDtype, Plan
+from tangram_plan.ir import AttentionForm, KVDtype, MismatchError, Plan
 from tangram_plan.runtime.vllm_plugin.refusals import (
     RULES,
+    check_attention_form,
     least_token_budget,
     model_refusals,
     option,
@@ -57,6 +58,8 @@ VALUES: Mapping[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         ({"backend": "FLASH_ATTN"}, SimpleNamespace(backend="FLASH_ATTN")),
         ({"flash_attn_version": 3}, SimpleNamespace(backend=None)),
     ),
+    "enable_chunked_prefill": ((False,), (True,)),
+    "use_v2_model_runner": ((True,), (False,)),
     "runner": (("pooling", "draft"), ("auto", "generate")),
     "modalities": (("more than text",), ("text",)),
 }
@@ -148,6 +151,14 @@ def test_a_step_has_room_for_a_chunk_and_a_token_of_every_request(max_num_seqs: 
     ]
 
 
+@pytest.mark.parametrize("budget", [64, 1])
+def test_a_smaller_budget_than_that_of_a_batch_holds_a_chunk_too(budget: int) -> None:
+    settings = {"max_num_batched_tokens": 65, "max_num_scheduled_tokens": budget}
+    (line,) = lines(settings)
+    assert line.startswith(f"--max-num-scheduled-tokens: a step has no room for a chunk of the prompt: got {budget}, ")
+    assert lines(settings | {"max_num_scheduled_tokens": 65}) == []
+
+
 def test_a_budget_that_vllm_is_to_choose_passes() -> None:
     assert lines({"max_num_seqs": 100_000}) == []
 
@@ -189,6 +200,29 @@ def test_what_the_environment_switches_on_is_refused(name: str) -> None:
     (line,) = lines({}, PLAN, {name: "1"})
     assert line.startswith(f"{name}: ")
     assert line.endswith(f": got 1, expected 0; unset {name}")
+
+
+# --- layers of a loaded model
+
+PLAIN = {"softmax scale": 0.25, "logit soft cap": None, "sliding window": None, "ALiBi": False, "sinks": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("softmax scale", 0.2501), ("logit soft cap", 30.0), ("sliding window", 512), ("ALiBi", True), ("sinks", True)],
+)
+def test_a_layer_that_attends_otherwise_is_refused(name: str, value: Any) -> None:
+    plan = replace(PLAN, model=replace(PLAN.model, attention=AttentionForm(0.25)))
+    check_attention_form(PLAIN | {"softmax scale": 0.25 * (1 + 1e-7)}, plan, layer="model.layers.3")
+    with pytest.raises(MismatchError, match=f"model.layers.3: the model attends otherwise than the plan: {name}"):
+        check_attention_form(PLAIN | {name: value}, plan, layer="model.layers.3")
+
+
+def test_a_soft_cap_that_the_model_lost_is_seen() -> None:
+    plan = replace(PLAN, model=replace(PLAN.model, attention=AttentionForm(0.25, logit_softcap=30.0)))
+    check_attention_form(PLAIN | {"logit soft cap": 30.0}, plan, layer="0")
+    with pytest.raises(MismatchError, match=r"logit soft cap: got None, expected 30\.0"):
+        check_attention_form(PLAIN, plan, layer="0")
 
 
 # --- plans and models
