@@ -17,9 +17,9 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "head_dim": 16,
+    "head_dim": 32,
     "vocab_size": VOCABULARY,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
 SHARP = 1.6  # of the norms of queries and keys: attention looks at few tokens, so that it matters which are kept
