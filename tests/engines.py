@@ -14,7 +14,7 @@ from filelock import FileLock
 from tangram_plan.calibrate import shipped_texts
 from tangram_plan.ir import load_artefact, most_pages
 from tests.engine_runs import ENVIRONMENT, ROOT, Query, Run, Served, read_served, serve
-from tests.tiny_qwen3 import DEVICE, PROFILE, write_tiny_qwen3
+from tests.tiny_models import DEVICE, PROFILE, write_tiny_model
 
 MODEL_YAML = """
 model: {model}
@@ -99,11 +99,11 @@ class Engines:
         return cls(folder, cls(folder, folder).once("smollm2", write))
 
     @classmethod
-    def start_tiny(cls, folder: Path) -> "Engines":
+    def start_tiny(cls, folder: Path, family: str, *, quantised: bool = False) -> "Engines":
         """With a tiny model of random weights, in a folder in the folder."""
-        folder = folder / "tiny"
+        folder = folder / (f"{family}-int8" if quantised else family)
         folder.mkdir(parents=True, exist_ok=True)
-        model = cls(folder, folder).once("qwen3", write_tiny_qwen3)
+        model = cls(folder, folder).once("model", partial(write_tiny_model, family=family, quantised=quantised))
         return cls(folder, model, str(model / PROFILE), str(model / DEVICE))
 
     def tokens(self) -> dict[str, list[int]]:

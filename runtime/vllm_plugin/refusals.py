@@ -122,7 +122,7 @@ def check_attention_form(found: Mapping[str, Any], plan: Plan, *, layer: str) ->
             raise MismatchError(
                 f"the model attends otherwise than the plan: {name}",
                 where=layer,
-                got=found[name],
+                got=str(found[name]),
                 expected=str(value),
                 fix="leave overrides of its configuration out, or build a plan for it",
             )

@@ -11,22 +11,25 @@ from tests.engines import ALONE, TEXT_TOKENS, Engines
 
 
 @pytest.fixture(scope="session")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    """Of SmolLM2."""
-    return Engines.start(_folder(tmp_path_factory))
+def engines_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of this session, or the one that TANGRAM_ENGINES names, where models and plans may lie already."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = Path(os.environ.get("TANGRAM_ENGINES", shared / "engines"))
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    """Of a tiny model."""
-    return Engines.start_tiny(_folder(tmp_path_factory))
+def engines(engines_folder: Path) -> Engines:
+    """Of SmolLM2."""
+    return Engines.start(engines_folder)
 
 
-def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of this session, or the one that TANGRAM_ENGINES names, where model and plans may lie already."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    return Path(os.environ.get("TANGRAM_ENGINES", shared / "engines"))
+@pytest.fixture(scope="session")
+def tiny(engines_folder: Path) -> Engines:
+    """Of a tiny Qwen3."""
+    return Engines.start_tiny(engines_folder, "qwen3")
 
 
 @pytest.fixture(scope="session")

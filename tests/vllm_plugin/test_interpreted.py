@@ -7,7 +7,7 @@ import pytest
 from tangram_plan.ir import load_artefact
 from tests.engine_runs import Query, Run, Served
 from tests.engines import Engines
-from tests.tiny_qwen3 import random_tokens
+from tests.tiny_models import random_tokens
 
 pytestmark = pytest.mark.slow
 

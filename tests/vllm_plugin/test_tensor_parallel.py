@@ -13,7 +13,7 @@ from tangram_plan.runtime.engine_args import engine_args
 from tests.engine_runs import Query, Run, Served
 from tests.engines import Engines
 from tests.masked_model import masked_logprobs, seen_tokens
-from tests.tiny_qwen3 import random_tokens
+from tests.tiny_models import random_tokens
 
 pytestmark = pytest.mark.slow
 
