@@ -54,8 +54,8 @@ __all__ = [
     "CommonAttentionMetadata",
     "FullAttentionManager",
     "FullAttentionSpec",
-    "Gauge",
     "HTTPException",
+    "LoadLogger",
     "LogitsProcessor",
     "MultipleOf",
     "Request",
@@ -68,6 +68,7 @@ __all__ = [
     "device_name",
     "engine_config",
     "errors_in_one_line",
+    "greedy",
     "log",
     "memory_of_model",
     "model_config_json",
@@ -315,7 +316,7 @@ def prompt_tokens_of(runner: Any, num_reqs: int) -> list[int]:
     return [*batch.num_prompt_tokens[:live].tolist(), *[0] * (num_reqs - live)]
 
 
-class Gauge(StatLoggerBase):
+class LoadLogger(StatLoggerBase):
     """What an engine's steps say of its load, since it was last reset; made before the engine, which takes it for a factory."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:  # noqa: ARG002 - vLLM's signature
@@ -342,7 +343,7 @@ class Gauge(StatLoggerBase):
         """Nothing to say."""
 
 
-class Report(StatLoggerBase):
+class PlanLogger(StatLoggerBase):
     """Tells the metrics of a plan what vLLM says of steps, and of requests that ended.
 
     Args:
@@ -385,9 +386,9 @@ def add_report(engine: Any, make_metrics: Callable[[int, str, str], Any]) -> Non
         make_metrics: (pages of the pool, the null page not counted; model name; number of the engine) -> `metrics.PlanMetrics`.
     """
 
-    def make_report(config: Any, engine_index: int) -> Report:
+    def make_report(config: Any, engine_index: int) -> PlanLogger:
         num_pages = config.cache_config.num_gpu_blocks - 1
-        return Report(make_metrics(num_pages, config.model_config.served_model_name, str(engine_index)), num_pages)
+        return PlanLogger(make_metrics(num_pages, config.model_config.served_model_name, str(engine_index)), num_pages)
 
     if manager := engine.logger_manager:
         manager.stat_loggers.append(PerEngineStatLoggerAdapter(engine.vllm_config, manager.engine_indexes, make_report))
@@ -412,9 +413,19 @@ def parse_engine_options(options: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in parsed.items() if name in names and value != parser.get_default(name)}
 
 
-def start_engine(arguments: Mapping[str, Any], gauge: Gauge) -> Any:
+def start_engine(arguments: Mapping[str, Any], load: LoadLogger) -> Any:
     """An engine in a process of its own; its front end is this process."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: gauge])
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: load])
+
+
+def greedy(new_tokens: int) -> Any:
+    """Sampling parameters of an answer of exactly so many tokens, which come as they are made, as numbers alone."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )

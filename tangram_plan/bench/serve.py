@@ -217,17 +217,17 @@ def weight_bytes(model: str, dtype: KVDtype) -> int:
 async def _serve_all(
     arguments: Mapping[str, Any], workloads: Iterable[Workload], rate: float | None, seed: int
 ) -> list[tuple[Workload, dict[str, Any]]]:
-    from tangram_plan.runtime.vllm_plugin.compat import Gauge, start_engine
+    from tangram_plan.runtime.vllm_plugin.compat import LoadLogger, start_engine
 
-    gauge = Gauge()
-    engine = start_engine(arguments, gauge)
+    load = LoadLogger()
+    engine = start_engine(arguments, load)
     try:
         await _serve(engine, Workload(1, WARM_UP_TOKENS, WARM_UP_TOKENS), None, seed)
         found = []
         for workload in workloads:
-            gauge.reset()
+            load.reset()
             answers = await _serve(engine, workload, rate, seed)
-            measured = {**measure(answers), "in_flight": gauge.most_running, "preemptions": gauge.preemptions}
+            measured = {**measure(answers), "in_flight": load.most_running, "preemptions": load.preemptions}
             found.append((workload, measured))
         return found
     finally:
@@ -249,19 +249,11 @@ async def _serve(engine: Any, workload: Workload, rate: float | None, seed: int)
 
 
 async def _ask(engine: Any, name: str, prompt: list[int], new_tokens: int, arrival: float) -> Answer:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from tangram_plan.runtime.vllm_plugin.compat import greedy
 
     answer = Answer(arrival)
     await asyncio.sleep(arrival - time.perf_counter())
-    asked = SamplingParams(
-        temperature=0,
-        max_tokens=new_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
-    async for output in engine.generate({"prompt_token_ids": prompt}, asked, name):
+    async for output in engine.generate({"prompt_token_ids": prompt}, greedy(new_tokens), name):
         answer.tokens += [time.perf_counter()] * len(output.outputs[0].token_ids)
     return answer
 
