@@ -1,7 +1,7 @@
 """The artefact on disk: built beside its place, sealed by the manifest, and put there whole or not at all."""
 
 import contextlib
-import errno
+import fcntl
 import io
 import os
 import shutil
@@ -75,6 +75,11 @@ def check_place(output: Path) -> None:
     Raises:
         TangramError: something else is at `output`.
     """
+    with _alone(output.parent):
+        _check_place(output)
+
+
+def _check_place(output: Path) -> None:
     if not os.path.lexists(output):  # unlike Path's, also False for names that are too long: writing says so
         return
     if not output.is_dir():
@@ -113,24 +118,27 @@ def _staged(output: Path) -> Iterator[Path]:
 
 
 def _swap(staging: Path, output: Path) -> None:
-    """Put `staging` in the place of `output`; a concurrent build of the same output may win, never mix."""
+    """Put `staging` in the place of `output`; of concurrent builds of one output the last wins."""
     old = staging.with_name(staging.name + ".old")
-    for _ in range(10):
+    with _alone(output.parent):
         try:
             with contextlib.suppress(FileNotFoundError):
                 output.rename(old)
             staging.rename(output)
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            # another build put its own there in between
         finally:  # also when interrupted between the two renames: what was there comes back
             if not output.exists():
                 with contextlib.suppress(OSError):
                     old.rename(output)
             if output.exists():
                 shutil.rmtree(old, ignore_errors=True)
-    raise TangramError(
-        "artefact is being replaced by other builds", where=str(output), fix="build into different folders"
-    )
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While other builds into this folder wait, so that none looks between the two renames of another; it may not exist yet."""
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):  # not there, or on a file system without locks
+            handle = os.open(folder, os.O_RDONLY)
+            opened.callback(os.close, handle)  # which gives the lock back, as the end of a process does
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
