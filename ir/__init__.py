@@ -12,7 +12,7 @@ from .artefact_names import (
     plan_kernel_name,
     prefill_kernel_name,
 )
-from .boundaries import next_boundary
+from .boundaries import longest_chunk, next_boundary
 from .budget_table import BudgetTable
 from .cta_partition import CtaPartition, Schedule, ScheduleChoice, ScheduleEstimate, StaticSplits
 from .errors import CheckFailedError, MismatchError, TangramError, VerifyError
@@ -98,6 +98,7 @@ __all__ = [
     "gather_kernel_name",
     "group_pages_in_row",
     "load_artefact",
+    "longest_chunk",
     "memory_use",
     "missing_statistics",
     "most_pages",

@@ -8,6 +8,11 @@ before takes it: chunks have up to C + 1 tokens, and only a prompt of one token 
 SHORTEST_CHUNK = 2  # of `compress_chunk_tokens`
 
 
+def longest_chunk(compress_chunk_tokens: int) -> int:
+    """Tokens of a chunk, at most."""
+    return compress_chunk_tokens + 1
+
+
 def next_boundary(prompt_tokens: int, computed_tokens: int, compress_chunk_tokens: int) -> int:
     """The first boundary after so many computed tokens of a prompt.
 

@@ -41,12 +41,11 @@ class MemoryUse:
 def memory_use(plan: Plan, context: int) -> MemoryUse:
     """Memory of one request at a prompt of `context` tokens."""
     num_pages = plan.num_pages(context, context) * plan.tensor_parallel
-    full_slots = plan.model.num_kv_heads * context
     return MemoryUse(
         context=context,
         ideal_slots=plan.budgets.ideal_slots(context),
         pages=num_pages,
         allocated_slots=num_pages * plan.layout.page_slots,
         allocated_bytes=num_pages * plan.layout.page_bytes,
-        full_bytes=full_slots * 2 * plan.layout.head_dim * plan.layout.dtype.itemsize,
+        full_bytes=plan.model.num_kv_heads * context * plan.layout.kv_bytes,
     )

@@ -5,6 +5,8 @@ from enum import StrEnum
 
 from .page_law import tokens_per_page
 
+SLOT_METADATA_BYTES = 8  # position and score
+
 
 class KVDtype(StrEnum):
     """Element type of keys and values in the cache."""
@@ -38,9 +40,14 @@ class PageLayout:
     dtype: KVDtype
 
     @property
+    def kv_bytes(self) -> int:
+        """Bytes of one token's key and value, of one KV head."""
+        return 2 * self.head_dim * self.dtype.itemsize
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of one head-token slot: key, value, position, score."""
-        return 2 * self.head_dim * self.dtype.itemsize + 8
+        return self.kv_bytes + SLOT_METADATA_BYTES
 
     @property
     def page_bytes(self) -> int:
@@ -55,7 +62,7 @@ class PageLayout:
     @property
     def position_word(self) -> int:
         """Where the positions of a page begin, in 4-byte words; its scores begin `page_slots` words later."""
-        return 2 * self.page_slots * self.head_dim * self.dtype.itemsize // 4
+        return self.page_slots * self.kv_bytes // 4
 
     def tokens_per_page(self, num_members: int) -> int:
         """Tokens of each member that fit into a page of a group with so many members."""

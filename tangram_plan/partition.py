@@ -59,7 +59,7 @@ def partition_work(
             splits |= zip(kv_heads, solver.solve(problem), strict=True)
         static_splits.append(StaticSplits(batch, splits))
 
-    token_bytes = 2 * layout.head_dim * layout.dtype.itemsize
+    token_bytes = layout.kv_bytes
     choices = []
     for static in static_splits:
         for context in config.contexts:

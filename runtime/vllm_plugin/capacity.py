@@ -59,7 +59,4 @@ def capacity_lines(plan: Plan, num_pages: int, max_model_len: int) -> Iterator[s
 def stock_bytes(plan: Plan, num_tokens: int) -> int:
     """Keys and values of every token, on each rank, in whole blocks."""
     blocks = -(-num_tokens // STOCK_BLOCK_TOKENS)
-    token_bytes = (
-        plan.model.num_kv_heads // plan.tensor_parallel * 2 * plan.layout.head_dim * plan.layout.dtype.itemsize
-    )
-    return blocks * STOCK_BLOCK_TOKENS * token_bytes
+    return blocks * STOCK_BLOCK_TOKENS * plan.model.num_kv_heads // plan.tensor_parallel * plan.layout.kv_bytes

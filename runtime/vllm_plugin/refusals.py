@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tangram_plan.ir import LayerKind, MismatchError, Plan, TangramError, check_head_order, check_scorer
+from tangram_plan.ir import (
+    LayerKind,
+    MismatchError,
+    Plan,
+    TangramError,
+    check_head_order,
+    check_scorer,
+    longest_chunk,
+)
 
 from . import PLAN_KEY
 
@@ -194,8 +202,8 @@ def _equal(found: Any, expected: Any) -> bool:
 
 
 def least_token_budget(plan: Plan, max_num_seqs: int) -> int:
-    """Tokens that a step must have room for: a chunk, which may have one token more than C, and one of every other request."""
-    return plan.compress_chunk_tokens + max_num_seqs
+    """Tokens that a step must have room for: a chunk, and one of every other request."""
+    return longest_chunk(plan.compress_chunk_tokens) + max_num_seqs - 1
 
 
 def _token_budget(settings: Settings, plan: Plan) -> TangramError | None:
@@ -217,7 +225,7 @@ def _prefill_threshold(settings: Settings, plan: Plan) -> TangramError | None:
     threshold = settings.get("long_prefill_token_threshold") or 0
     if (settings.get("max_num_partial_prefills") or 1) > 1 and not threshold:
         threshold = int(settings.get("max_model_len") or 0) // 25  # what vLLM makes of it
-    least = plan.compress_chunk_tokens + 1
+    least = longest_chunk(plan.compress_chunk_tokens)
     if not threshold or threshold >= least:
         return None
     return TangramError(

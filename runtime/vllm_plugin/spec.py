@@ -9,8 +9,6 @@ from tangram_plan.ir import PageLayout, Plan, load_artefact, most_pages
 
 from .compat import FullAttentionSpec
 
-SLOT_METADATA_BYTES = 8  # position and score
-
 
 @cache
 def load_plan(artefact: str) -> Plan:
@@ -57,4 +55,4 @@ class PageSpec(FullAttentionSpec):
 
 def spec_head_size(layout: PageLayout) -> int:
     """Half of a slot's elements: `head_size` of a spec whose pages have `layout.page_bytes`."""
-    return layout.head_dim + SLOT_METADATA_BYTES // (2 * layout.dtype.itemsize)
+    return layout.slot_bytes // (2 * layout.dtype.itemsize)

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tangram_plan.ir import Plan
+from tangram_plan.ir import Plan, longest_chunk
 from tangram_plan.runtime.generated_kernels import GeneratedKernels
 from tangram_plan.runtime.kernel_attention import KernelAttention
 from tangram_plan.runtime.reference import torch_dtype
@@ -99,7 +99,7 @@ class CompressedWorker(Worker):
                 rank=tensor_parallel_rank(),
                 max_requests=limits.max_num_seqs,
                 max_tokens=self.vllm_config.model_config.max_model_len,
-                max_chunk_tokens=max(plan.compress_chunk_tokens + 1, answer_chunk),
+                max_chunk_tokens=max(longest_chunk(plan.compress_chunk_tokens), answer_chunk),
             )
 
     def _load_scorer(self, plan: Plan) -> ServingScorer:

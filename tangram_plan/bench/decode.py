@@ -145,7 +145,7 @@ def _skew(inputs: DecodeInputs, layer: int) -> float:
 
 def predicted_us(plan: Plan, regime: Regime, schedule: Schedule, device: Device) -> float:
     """What the cost model says of a step of rank 0."""
-    token_bytes = 2 * plan.layout.head_dim * plan.layout.dtype.itemsize
+    token_bytes = plan.layout.kv_bytes
     return estimate(layer_work(plan, regime), token_bytes, device)[schedule].predicted_us
 
 

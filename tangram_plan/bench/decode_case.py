@@ -97,7 +97,7 @@ class DecodeInputs:
             q, k, v = (normal(count, head_dim).to(dtype) for count in (heads * gqa_ratio, heads, heads))
             sinks = torch.randn(heads * gqa_ratio, device=device) if plan.model.attention.has_sinks else None
             held = sum(plan.group_tokens(place.group_id, length, length) for place in places for length in lengths)
-            read_bytes = held * 2 * head_dim * layout.dtype.itemsize
+            read_bytes = held * layout.kv_bytes
             self.layers.append(LayerInputs(layer, q, k, v, normal(heads), sinks, torch.empty_like(q), read_bytes))
 
     @property

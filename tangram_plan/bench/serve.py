@@ -178,7 +178,7 @@ def kv_share(plan: Plan, workload: Workload) -> float:
 
 def full_token_bytes(plan: Plan) -> int:
     """Of a token's keys and values in all planned layers."""
-    return len(list(plan.model.kv_heads())) * 2 * plan.layout.head_dim * plan.layout.dtype.itemsize
+    return plan.model.num_kv_heads * plan.layout.kv_bytes
 
 
 def retained_bytes(plan: Plan, prompt_tokens: int, num_tokens: int) -> int:
@@ -187,7 +187,7 @@ def retained_bytes(plan: Plan, prompt_tokens: int, num_tokens: int) -> int:
         group.num_members * plan.group_tokens(index, prompt_tokens, num_tokens)
         for index, group in enumerate(plan.grouping.groups)
     )
-    return tokens * plan.tensor_parallel * 2 * plan.layout.head_dim * plan.layout.dtype.itemsize
+    return tokens * plan.tensor_parallel * plan.layout.kv_bytes
 
 
 def arrivals(count: int, rate: float | None, seed: int) -> list[float]:

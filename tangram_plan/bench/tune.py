@@ -145,7 +145,7 @@ def describe(
     import triton
 
     num_layers = len(plan.model.planned_layers)
-    token_bytes = 2 * plan.layout.head_dim * plan.layout.dtype.itemsize
+    token_bytes = plan.layout.kv_bytes
 
     def beyond_bytes(schedule: Schedule) -> list[float]:
         times = time_tuning(plan, tuning, cases, num_sms, schedule)
