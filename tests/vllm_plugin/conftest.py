@@ -12,7 +12,7 @@ from tests.engines import ALONE, TEXT_TOKENS, Engines
 
 @pytest.fixture(scope="session")
 def engines_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of this session, or the one that TANGRAM_ENGINES names, where models and plans may lie already."""
+    """One of this test run, or the one that TANGRAM_ENGINES names, where models and plans may lie already."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder = Path(os.environ.get("TANGRAM_ENGINES", shared / "engines"))
