@@ -16,10 +16,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tangram_plan.ir import (
     PAGE_TABLE_KERNEL,
@@ -33,6 +34,9 @@ from tangram_plan.ir import (
 )
 
 from .kernel_modules import kernel_files, load_module
+
+if TYPE_CHECKING:
+    from .generated_kernels import KernelRun
 
 ARCHITECTURES = (80, 90, 100)  # compute capabilities: A100, H100 and H200, B200
 SHARED_MEMORY_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # that one CTA can have
@@ -250,9 +254,14 @@ def run_kernels(directory: Path, plan: Plan, device: str = "cpu") -> dict[str, d
     from .prefill_problem import prefill_runs
 
     kernels = GeneratedKernels(directory, plan, device)
-    findings: dict[str, dict[str, object]] = {}
     families = (page_table_runs, decode_runs, prefill_runs, eviction_runs)
-    for names, error in chain.from_iterable(runs(kernels) for runs in families):
+    return find_errors(chain.from_iterable(runs(kernels) for runs in families), device)
+
+
+def find_errors(runs: "Iterable[KernelRun]", device: str = "cpu") -> dict[str, dict[str, object]]:
+    """As `run_kernels`, of some runs."""
+    findings: dict[str, dict[str, object]] = {}
+    for names, error in runs:
         try:
             found: dict[str, object] = {"max_error": error()}
         except Exception as failure:  # whatever the interpreter raises is the finding

@@ -12,10 +12,10 @@ import torch
 from tangram_plan.codegen import emit
 from tangram_plan.ir import KVDtype, Plan, Schedule
 from tangram_plan.runtime.decode import DecodeStep
-from tangram_plan.runtime.decode_problem import Batch, decode_error, make_problem, plan_error
+from tangram_plan.runtime.decode_problem import Batch, decode_error, decode_runs, make_problem, plan_error
 from tangram_plan.runtime.generated_kernels import GeneratedKernels
 from tangram_plan.runtime.head_tables import int32
-from tangram_plan.runtime.kernel_check import run_kernels
+from tangram_plan.runtime.kernel_check import find_errors, run_kernels
 from tangram_plan.runtime.kernel_problem import max_error
 from tangram_plan.runtime.page_table_problem import page_table_error
 from tangram_plan.runtime.reference import torch_dtype
@@ -82,8 +82,15 @@ def run_with_page_ids(plan: Plan, page_ids: Sequence[int], num_pages: int) -> tu
     return errors[0], errors[1]
 
 
+def run_as_generated(plan: Plan) -> dict[str, dict[str, object]]:
+    """What the kernel check's interpreter half says of an artefact."""
+    with tempfile.TemporaryDirectory() as folder:
+        emit(plan, "0" * 64, Path(folder))
+        return run_kernels(Path(folder), plan)
+
+
 def run_mutated(plan: Plan, name_part: str, old: str, new: str) -> dict[str, dict[str, object]]:
-    """What the kernel check's interpreter half says of an artefact in which a line of some kernels was changed."""
+    """What the kernel check's interpreter half says of decoding by an artefact in which a line of some kernels was changed."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         paths = [path for path in emit(plan, "0" * 64, directory) if path.suffix == ".py" and name_part in path.name]
@@ -92,4 +99,4 @@ def run_mutated(plan: Plan, name_part: str, old: str, new: str) -> dict[str, dic
             source = path.read_text()
             assert old in source
             path.write_text(source.replace(old, new))
-        return run_kernels(directory, plan)
+        return find_errors(decode_runs(GeneratedKernels(directory, plan)))

@@ -261,7 +261,7 @@ def test_planned_splits_are_checked_as_planned_up_to_a_limit() -> None:
 
 
 def test_the_check_accepts_kernels_as_generated(interpreter: ProcessPoolExecutor) -> None:
-    found = interpreter.submit(runs.run_mutated, CHECKED_PLAN, "", "Generated", "Generated").result()
+    found = interpreter.submit(runs.run_as_generated, CHECKED_PLAN).result()
     assert len(found) == 10
     for finding in found.values():
         assert finding.keys() == {"max_error"}
